@@ -2,8 +2,9 @@
 
 Plays traces of published shapes (benchmarks/fleet/traces.py) against simulated engines behind the gateway's own code,
 in virtual time. Each SCENARIO is a line of DIR/fleet.jsonl and of the table that is printed: a trace against its ideal
-by the trace's name, `scale`, `load`, `failure`, `growth`, `spread`. `--plot` draws such a file. Equal seeds give equal
-figures.
+by the trace's name, `scale`, `load`, `failure`, `growth`, `spread`. `validation`, only where it is asked for, plays a
+trace against four real engines on this machine, too, and compares. `--plot` draws such a file. Equal seeds give equal
+figures, but of real engines.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from benchmarks.fleet.report import draw, line
 from benchmarks.fleet.scenarios import Options
 from benchmarks.fleet.subject import subject
 from benchmarks.fleet.traces import SHAPES
+from benchmarks.fleet.validation.comparison import validate
 from benchmarks.lib.environment import environment
 
 _SCENARIOS: dict[str, Callable[[Options], dict[str, Any]]] = {
@@ -31,18 +33,24 @@ _SCENARIOS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "growth": scenarios.growth,
     "spread": scenarios.spread,
 }
+_VALIDATION = "validation"
 
 
 def main() -> int:
     """Runs scenarios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(_SCENARIOS))
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join((*_SCENARIOS, _VALIDATION)))
     parser.add_argument("--engines", type=int, default=256)
     parser.add_argument("--gateways", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=30.0, help="of traffic, in virtual time")
     parser.add_argument("--load", type=float, default=0.5, help="share of the engines' time that the trace takes")
     parser.add_argument("--subject", choices=("27b-h100", "4b-h200"), default="27b-h100")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--unstretched",
+        action="store_true",
+        help="validation: steps as fast as they are, for a machine with six quiet cores",
+    )
     parser.add_argument("--out", type=Path, help="directory for figures; without it they are only printed")
     parser.add_argument(
         "--plot", type=Path, metavar="RESULTS", help="only draw a file of figures, to RESULTS with .svg"
@@ -51,9 +59,10 @@ def main() -> int:
     if options.plot is not None:
         draw([json.loads(row) for row in options.plot.read_text().splitlines()], options.plot.with_suffix(".svg"))
         return 0
-    unknown = [name for name in options.scenarios if name not in _SCENARIOS]
+    run = _SCENARIOS | {_VALIDATION: lambda asked: validate(asked.seed, stretched=not options.unstretched)}
+    unknown = [name for name in options.scenarios if name not in run]
     if unknown:
-        parser.error(f"no scenario {', '.join(unknown)}; there are {', '.join(_SCENARIOS)}")
+        parser.error(f"no scenario {', '.join(unknown)}; there are {', '.join(run)}")
     simulated = Options(
         subject(options.subject), options.engines, options.gateways, options.seconds, options.load, options.seed
     )
@@ -69,7 +78,7 @@ def main() -> int:
         "seed": options.seed,
     }
     for name in options.scenarios or _SCENARIOS:
-        found = shared | _SCENARIOS[name](simulated)
+        found = shared | run[name](simulated)
         print(line(found), flush=True)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.fleet.engine import GAP_STEP
 from benchmarks.fleet.ideal import Ideal
 from benchmarks.fleet.simulation import Outcome, Setting
+from benchmarks.fleet.virtual.engine import GAP_STEP
 
 HIT_BAR, FIRST_TOKEN_BAR, DOUBLING_BAR, SPREAD_BAR = 0.92, 1.5, 1.9, 2.0
 

@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.fleet import clock
 from benchmarks.fleet.player import Answered, Player
 from benchmarks.fleet.simulation import Fleet, Outcome, Setting, only_errors, played
 from benchmarks.fleet.subject import ADAPTER_LOAD_SECONDS, without_cache
 from benchmarks.fleet.traces import Session
+from benchmarks.fleet.virtual import clock
 from services.common.pb import engine_pb2 as pb
 from services.gateway.engines.client import EngineClient
 from services.gateway.engines.load_balancing import Affinity, Route

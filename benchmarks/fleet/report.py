@@ -51,7 +51,17 @@ def line(found: Row) -> str:
             )
         case "spread":
             rows = ", ".join(f"{row['store_bytes_per_s'] / 1e9:g} GB/s: {row['everywhere_s']}" for row in found["rows"])
-            return f"spread          seconds until everywhere, {found['adapter_bytes'] / 1e6:.0f} MB by {rows}"
+            popular = found["popular"]
+            return (
+                f"spread          seconds until everywhere, {found['adapter_bytes'] / 1e6:.0f} MB by {rows}; of a "
+                f"popular one {popular['everywhere_s']}, {popular['engines_with_it']} engines have it"
+            )
+        case "validation":
+            rows = ", ".join(
+                f"{name} {row['simulated']} of {row['real']} ({row['error']:+.1%})"
+                for name, row in found["quantities"].items()
+            )
+            return f"validation      {found['requests']} requests, simulated of real: {rows}"
         case _:
             pairs = ", ".join(f"{name} {value}" for name, value in found.items() if isinstance(value, int | float))
             return f"{found['scenario']:15} {pairs}"

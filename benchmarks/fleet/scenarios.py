@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.fleet import clock
 from benchmarks.fleet.figures import beside_ideal, described, first_tokens, loss, percentile, throughput
 from benchmarks.fleet.ideal import ideal
 from benchmarks.fleet.simulation import Fleet, Setting, only_errors, played, simulate
 from benchmarks.fleet.subject import Subject
 from benchmarks.fleet.traces import SHAPES, Session, adapter_names, draw
+from benchmarks.fleet.virtual import clock
 
 _SPREAD_SECONDS = 30.0
 """After so long a new version is looked for in every engine."""
+_COMMON = "all"
+"""Name of the adapter that every engine has."""
 _FOUND_SECONDS = 10.0
 """More than gateways need to find an engine by its name."""
 
@@ -108,40 +111,61 @@ def growth(options: Options, share: float = 0.25, name: str = "chat") -> dict[st
 
 
 def spread(options: Options, links: Sequence[float] = (12.5e9, 25e9, 50e9, 100e9)) -> dict[str, Any]:
-    """Seconds until every engine of a busy fleet answers with a new version of an adapter, by the store's link."""
-    rows = [_spread(replace(options, subject=replace(options.subject, store_link=link))) for link in links]
-    return {"scenario": "spread", "adapter_bytes": options.subject.adapter_bytes, "rows": rows}
+    """Seconds until every engine that has an adapter answers with a new version of it.
 
-
-def _spread(options: Options) -> dict[str, Any]:
-    only_errors()
+    ``rows``: of an adapter that every engine has, by the store's link. ``popular``: of the one asked for most in the
+    trace of adapters, a tenth of which get nine tenths of the traffic, by the engines that have it then.
+    """
     setting, sessions = _setting(options, "chat")
-    sessions = [replace(session, adapter="all") for session in sessions]
+    common = [replace(session, adapter=_COMMON) for session in sessions]
+    rows = []
+    for link in links:
+        linked = replace(setting, subject=replace(setting.subject, store_link=link), names=[_COMMON])
+        rows.append({"store_bytes_per_s": link} | _spread(linked, common, _COMMON, everywhere=True))
+    setting, sessions = _setting(options, "adapters")
+    popular, _ = Counter(session.adapter for session in sessions).most_common(1)[0]
+    return {
+        "scenario": "spread",
+        "adapter_bytes": options.subject.adapter_bytes,
+        "rows": rows,
+        "popular": {"store_bytes_per_s": setting.subject.store_link}
+        | _spread(setting, sessions, popular, everywhere=False),
+    }
+
+
+def _spread(setting: Setting, sessions: Sequence[Session], name: str, *, everywhere: bool) -> dict[str, Any]:
+    """Publishes a new version of an adapter in the middle of a trace.
+
+    Args:
+        everywhere: all engines have the adapter from the beginning.
+    """
+    only_errors()
 
     async def main() -> dict[str, Any]:
-        fleet = Fleet(setting.subject, setting.engines, setting.gateways, names=["all"])
-        assert fleet.store is not None
-        for engine in fleet.all:
-            assert engine.adapters is not None
-            engine.adapters.preload("all")
+        fleet = Fleet(setting.subject, setting.engines, setting.gateways, names=setting.names)
+        store, adapters = fleet.store, [engine.adapters for engine in fleet.all if engine.adapters is not None]
+        assert store is not None
+        if everywhere:
+            for one in adapters:
+                one.preload(name)
         flips: list[float] = []
 
         async def publish() -> None:
-            assert fleet.store is not None
+            had = [one for one in adapters if one.has(name)]
             began = asyncio.get_running_loop().time()
-            version = fleet.store.publish("all")
+            version = store.publish(name)
             await asyncio.sleep(_SPREAD_SECONDS)
-            flips.extend(e.adapters.flipped.get(version, float("inf")) - began for e in fleet.all if e.adapters)
+            flips.extend(one.flipped.get(version, float("inf")) - began for one in had)
 
         outcome = await played(fleet, sessions, setting.seconds, lambda _fleet: [(setting.seconds / 2, publish)])
         return {
-            "store_bytes_per_s": options.subject.store_link,
+            "engines_with_it": len(flips),
             "everywhere_s": round(max(flips), 3),
             "p50_s": round(percentile(flips, 0.5), 3),
             "failed": sum(bool(one.error) for one in outcome.answers),
         }
 
-    return clock.run(main(), options.seed)
+    return clock.run(main(), setting.seed)
 
 
 def _call(function: Callable[[], object]) -> Callable[[], Any]:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from benchmarks.fleet import clock
-from benchmarks.fleet.adapters import AdapterStore
-from benchmarks.fleet.engine import SimulatedEngine
 from benchmarks.fleet.player import Answered, Event, Player, happen
 from benchmarks.fleet.subject import Subject
 from benchmarks.fleet.traces import Session
-from benchmarks.fleet.transport import SimulatedNetwork
+from benchmarks.fleet.virtual import clock
+from benchmarks.fleet.virtual.adapters import AdapterStore
+from benchmarks.fleet.virtual.engine import SimulatedEngine
+from benchmarks.fleet.virtual.transport import SimulatedNetwork
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.pool import EnginePool
 from services.gateway.settings import GatewaySettings

@@ -1,34 +1,44 @@
 """Traces: who asks what and when, drawn from the shapes of published ones. Nothing of anybody's text is in them.
 
 A session begins at a time, asks its turns one after the other, and thinks in between; each turn's prompt is everything
-said before and something new. Lengths are log-normal around the published means. Sources:
+said before and something new. Lengths are log-normal around the published means. Sources, and where a number was taken
+from:
 
-- Azure: Patel et al., Splitwise (ISCA 2024), conversations of Azure's trace of 2023: prompts of 1,155 tokens in the
-  mean, answers of 211.
-- LMSYS: Zheng et al., LMSYS-Chat-1M (ICLR 2024), table 1: messages of 69.5 tokens, answers of 214.5.
-- Mooncake: Qin et al. (FAST 2025), the trace of tools and agents: prompts of 8,596 tokens in the mean, answers of 182,
-  59 % of prompt tokens are in the cache.
-- Preble: Srivatsa et al. (ICLR 2025), table 1, ToolBench: prompts of 1,835 tokens, answers of 43, 85 % shared.
+- Azure 2023: Patel et al., Splitwise (ISCA 2024). Computed from AzureLLMInferenceTrace_conv.csv and _code.csv of
+  github.com/Azure/AzurePublicDataset (b469a11): conversations have prompts of 1,155 tokens in the mean, answers of 211,
+  of at most 1,000, whose logarithm has a standard deviation of 0.86; between two requests of the coding service the
+  coefficient of variation is 3.2 in the median minute (6.4 in a tenth of them), of conversations 1.0.
+- Mooncake: Qin et al. (FAST 2025), table 2, and FAST25-release/README.md of github.com/kvcache-ai/Mooncake (3b5a594):
+  tools and agents have prompts of 8,596 tokens in the mean, answers of 182, 59 % of prompt tokens can be cached.
+  Computed from conversation_trace.jsonl: 126 s pass between two requests of one conversation in the median.
+- Copilot 2026: Liu et al. (arXiv 2608.00101), GitHubCopilotCodingAgentDataset2026.md of the same repository as Azure:
+  a coding agent calls the model 7.83 times a turn of its user; 86 % of prompt tokens were cached. Its prompts of 67,800
+  tokens are more than the context that is simulated.
+- Preble: Srivatsa et al. (ICLR 2025), table 1, ToolBench: prompts of 1,835 tokens, answers of 43, 85 % shared, 39
+  requests share a prefix. Section 4.4 and exp_config_utils.py of github.com/WukLab/preble: popularity is Zipf's, 1.1.
+- LMSYS: Zheng et al., LMSYS-Chat-1M (ICLR 2024), table 1: messages of 69.5 tokens.
 - GRPO: DeepSeek-R1 (2025), 16 answers to a question, 32 questions a step; DeepSeekMath (2024): at most 1,024 tokens.
-- BurstGPT: Wang et al. (2024): arrivals follow a Gamma distribution; how bursty, it says, varies by hour.
+- BurstGPT: Wang et al. (KDD 2025) and example/README.md of github.com/HPMLL/BurstGPT: arrivals are modelled by a Gamma
+  distribution.
 
-What no source says is marked "ours".
+The tables of Preble, LMSYS and the two of GRPO are cited as remembered: their text was not at hand. What no source says
+is marked "ours".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from typing import Literal
 
 import numpy as np
 
-from benchmarks.fleet.engine import VOCABULARY
 from benchmarks.fleet.subject import Subject
+from benchmarks.fleet.virtual.engine import VOCABULARY
 
-_SPREAD = 0.8
-"""Standard deviation of a length's logarithm; ours."""
+_SPREAD = 0.86
+"""Standard deviation of a length's logarithm: answers of Azure's conversations."""
 _FIRST_TOKEN = 256
 """Token ids below are small integers, which Python shares; drawn tokens lie above."""
 Arrivals = Literal["poisson", "bursts", "waves"]
@@ -85,24 +95,63 @@ class Shape:
     """``preambles`` and ``adapters`` are for each engine: a fleet grows with its tenants."""
 
 
+_CHAT = Shape(
+    preambles=4,  # ours, for each engine
+    preamble_tokens=500,  # ours
+    turns=3.1,  # with these preambles and messages, prompts of 1,155 tokens in the mean: Azure, conversations
+    message_tokens=69.5,  # LMSYS
+    output_tokens=211,  # Azure, conversations
+    think_seconds=8.0,  # ours: a trace of half a minute has second turns, too (Mooncake: 126 s)
+    most_output=1000,  # Azure, conversations
+    per_engine=True,
+)
 SHAPES: Mapping[str, Shape] = {
-    # Messages and answers: LMSYS. Turns: 3.5, and system prompts of 500 tokens, 4 different ones an engine: ours; with
-    # them prompts come near Azure's mean.
-    "chat": Shape(4, 500, 3.5, 69.5, 214.5, 8.0, per_engine=True),
-    # Mooncake: a preamble of tools and ten steps whose tool results make the mean prompt and the answers. Waiting for a
-    # tool: ours.
-    "agents": Shape(1, 3200, 10.0, 900.0, 182.0, 1.5, per_engine=True),
-    # Preble's ToolBench: 85 % of 1,835 tokens are a tool's description. 16 tools an engine: ours.
-    "shared-prompts": Shape(16, 1560, 1.0, 275.0, 43.0, 0.0, zipf=1.0, per_engine=True),
-    # GRPO: groups of 16 that begin at once. Questions of 200 tokens and answers of 400: ours.
-    "rl": Shape(1, 100, 1.0, 200.0, 400.0, 0.0, choices=16, most_output=1024, arrivals="waves"),
-    # As chat, by BurstGPT's Gamma arrivals.
-    "bursts": Shape(4, 500, 3.5, 69.5, 214.5, 8.0, arrivals="bursts", per_engine=True),
-    # As chat. A tenth of the adapters gets nine tenths of the sessions. 4 adapters an engine: ours.
-    "adapters": Shape(4, 500, 3.5, 69.5, 214.5, 8.0, adapters=4, per_engine=True),
+    "chat": _CHAT,
+    "agents": Shape(
+        preambles=1,  # ours, for each engine
+        preamble_tokens=3200,  # ours
+        turns=7.83,  # Copilot: calls of the model in a turn of the user
+        message_tokens=530,  # with these turns, prompts of 8,596 tokens in the mean: Mooncake, tools and agents
+        output_tokens=182,  # Mooncake, tools and agents
+        think_seconds=1.5,  # ours: waiting for a tool
+        per_engine=True,
+    ),
+    "tools": Shape(
+        preambles=1,  # ours, for each engine
+        preamble_tokens=3600,  # with the rest, 59 % of prompt tokens in the cache: Mooncake, tools and agents
+        turns=1.4,  # the same
+        message_tokens=3524,  # 41 % of 8,596 tokens are new: Mooncake, tools and agents
+        output_tokens=182,  # Mooncake, tools and agents
+        think_seconds=1.5,  # ours
+        per_engine=True,
+    ),
+    "shared-prompts": Shape(
+        preambles=8,  # for each engine: 39 requests each in half a minute at half of what engines do: Preble
+        preamble_tokens=1560,  # 85 % of 1,835: Preble, ToolBench
+        turns=1.0,
+        message_tokens=275,  # the rest of 1,835
+        output_tokens=43,  # Preble, ToolBench
+        think_seconds=0.0,
+        zipf=1.1,  # Preble
+        per_engine=True,
+    ),
+    "rl": Shape(
+        preambles=1,
+        preamble_tokens=100,  # ours
+        turns=1.0,
+        message_tokens=200,  # ours
+        output_tokens=400,  # ours
+        think_seconds=0.0,
+        choices=16,  # DeepSeek-R1
+        most_output=1024,  # DeepSeekMath
+        arrivals="waves",  # a step's questions come at once: DeepSeek-R1
+    ),
+    "bursts": replace(_CHAT, arrivals="bursts"),
+    # A tenth of the adapters gets nine tenths of the sessions. 4 adapters for each engine: ours.
+    "adapters": replace(_CHAT, adapters=4),
 }
-_BURST_SHAPE = 0.25
-"""Shape parameter of the Gamma distribution: the coefficient of variation is 2; ours."""
+_BURST_SHAPE = 0.1
+"""Shape parameter of the Gamma distribution (BurstGPT): a coefficient of variation of 3.2 (Azure, code)."""
 _WAVE_SECONDS = 15.0
 """Between two steps of a GRPO job; ours."""
 _DECODING = 32

@@ -38,7 +38,8 @@ from services.engine.observability.usage import UsageTotals
 from services.engine.server.conversation_session_service import ConversationSessionService
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.listen import bind
-from services.engine.server.service import Serving, make_server
+from services.engine.server.service import make_server
+from services.engine.server.serving import Serving
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 from services.pod.parts.loaded import LoadedEngine

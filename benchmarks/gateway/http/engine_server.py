@@ -20,7 +20,8 @@ from services.engine.observability.events import EventStream
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.listen import bind
-from services.engine.server.service import Serving, make_server
+from services.engine.server.service import make_server
+from services.engine.server.serving import Serving
 from services.pod.preflight import use_kernel_cache
 
 

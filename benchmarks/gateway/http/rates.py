@@ -98,7 +98,11 @@ def seconds_of(answers: list[Answer]) -> float:
 def child(*command: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
     """A Python module as a child process that is ended with the block."""
     process = subprocess.Popen(
-        [sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, env=os.environ | environ
+        [sys.executable, "-m", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | environ,
     )
     try:
         yield process

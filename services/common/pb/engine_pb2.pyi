@@ -643,6 +643,7 @@ class GenerateRequest(_message.Message):
     BOUNDARIES_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
+    EXPECTED_PREFILL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, unique on the engine while the request lives; also the completion id of its rollout."""
     deadline_unix_ms: _builtins.int
@@ -669,6 +670,8 @@ class GenerateRequest(_message.Message):
     """Id of the API key that may train on the kept rollout; empty: there are no keys."""
     prefix_hashes: _builtins.bytes
     """Hashes of the prompt's blocks by which gateways route, 8 bytes each: the engine only tells them to other gateways."""
+    expected_prefill: _builtins.int
+    """Prompt tokens that its gateway expects to be computed: the engine only tells other gateways of them, as load."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -704,10 +707,11 @@ class GenerateRequest(_message.Message):
         boundaries: _abc.Iterable[_builtins.int] | None = ...,
         owner: _builtins.str = ...,
         prefix_hashes: _builtins.bytes = ...,
+        expected_prefill: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "boundaries", b"boundaries", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "keep_rollout", b"keep_rollout", "owner", b"owner", "pooling", b"pooling", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_from", b"prompt_logprobs_from", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "boundaries", b"boundaries", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "expected_prefill", b"expected_prefill", "keep_rollout", b"keep_rollout", "owner", b"owner", "pooling", b"pooling", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_from", b"prompt_logprobs_from", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
@@ -935,20 +939,59 @@ class EngineFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     UPDATES_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Update]: ...
+    @_builtins.property
+    def others(self) -> Global___Load:
+        """Load of all other clients' requests, as of now. Absent: the engine is of an earlier release."""
+
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The `prefix_hashes` of other clients' requests that were just taken and have much to compute, so that the next one
+        that begins alike finds them. EngineStatus tells of all, later.
+        """
+
     def __init__(
         self,
         *,
         updates: _abc.Iterable[Global___Update] | None = ...,
+        others: Global___Load | None = ...,
+        prompts: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["others", b"others"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["others", b"others", "prompts", b"prompts", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineFrame: _TypeAlias = EngineFrame  # noqa: Y015
+
+@_typing.final
+class Load(_message.Message):
+    """Load of requests that have not ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    prefill_tokens: _builtins.int
+    """The `expected_prefill` of those without a token, together."""
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_tokens", b"prefill_tokens", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):
@@ -1226,6 +1269,7 @@ class EngineStatus(_message.Message):
     SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
     PROMPTS_SEEN_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     blocks_used: _builtins.int
@@ -1287,6 +1331,10 @@ class EngineStatus(_message.Message):
     def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """The `prefix_hashes` of requests that it was given, oldest first: from them a gateway knows what others sent here."""
 
+    @_builtins.property
+    def load(self) -> Global___Load:
+        """Load of all clients' requests. Absent: the engine is of an earlier release."""
+
     def __init__(
         self,
         *,
@@ -1319,10 +1367,11 @@ class EngineStatus(_message.Message):
         sleep_level: _builtins.str = ...,
         prompts: _abc.Iterable[_builtins.bytes] | None = ...,
         prompts_seen: _builtins.int = ...,
+        load: Global___Load | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "attached_adapter", b"attached_adapter", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "paused", b"paused", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "prompts_seen", b"prompts_seen", "running", b"running", "serving_adapters", b"serving_adapters", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "sleep_level", b"sleep_level", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting", "waiting_adapters", b"waiting_adapters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "attached_adapter", b"attached_adapter", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "load", b"load", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "paused", b"paused", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "prompts_seen", b"prompts_seen", "running", b"running", "serving_adapters", b"serving_adapters", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "sleep_level", b"sleep_level", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting", "waiting_adapters", b"waiting_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,207 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from typing import Any, TypeAlias, cast
 
 import grpc
-import structlog
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
-from torch import Tensor
 
 from services.common.adapters.manifest import kind_of
-from services.common.errors import InvalidRequest, TemperError, Unavailable
+from services.common.errors import InvalidRequest, TemperError
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
 from services.common.shutdown import SleepLevel
-from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.tracing import NO_TRACER, Tracer
-from services.common.text.tokenizer import TextCodec
-from services.engine.adapters.manager import AdapterManager
-from services.engine.constraints.compiler import ConstraintCompiler
-from services.engine.loop.loop import EngineLoop
-from services.engine.models.lora.binding import BoundAdapter
 from services.engine.observability.call_traces import CallTraces
-from services.engine.observability.usage import UsageTotals
 from services.engine.requests.conversation_session import SessionName
-from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import FinishReason
-from services.engine.requests.submission import Submission
-from services.engine.server.errors import INTERNAL_MESSAGE, status_code, to_message
+from services.engine.server.errors import status_code, to_message
 from services.engine.server.protobuf import (
     live_request_message,
     log_line_message,
     log_query,
     rollout_message,
-    submission,
     update_message,
 )
-from services.engine.server.recent_prompts import RecentPrompts
+from services.engine.server.request_stream import RequestStream, read
+from services.engine.server.serving import Serving
 
 _CHUNK_BYTES = 1024 * 1024
 _MAX_ADAPTER_BYTES = 4 * 1024**3
 _SYNC_SECONDS = 60.0
-_MAX_BACKLOG = 65536
-"""Most unread updates of a stream before it is closed."""
 
-log = structlog.get_logger(__name__)
 _Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """Parts of the engine that the services use."""
-
-    loop: EngineLoop
-    adapters: AdapterManager
-    bind: Callable[[Mapping[str, bytes]], BoundAdapter]
-    """Reads an adapter's files strictly; raises AdapterRejected."""
-    read_drafter: Callable[[Mapping[str, bytes]], Mapping[str, Tensor]]
-    """The same of a drafter's."""
-    constraints: ConstraintCompiler
-    codec: TextCodec
-    model: pb.Model
-    max_waiting: int
-    job_id: Callable[[], str]
-    """Returns the id of the running training job, empty when idle."""
-    sessions: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
-    """Returns this process's instance id, and the number of open training sessions and of possible ones."""
-    memory: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the memory plan by purpose."""
-    usage: UsageTotals = field(default_factory=UsageTotals)
-    recent: RecentLogs = field(default_factory=RecentLogs)
-    """Last lines of this process's log."""
-    block_size: int = 0
-    """Tokens of a KV block; 0: it is not told."""
-    sleep: Callable[[SleepLevel], None] | None = None
-    """Begins to put the process to sleep; raises InvalidRequest at a level that it does not have. None: it cannot
-    be."""
-    prompts: RecentPrompts = field(default_factory=RecentPrompts)
-
-
 _MOST_PAUSED_SECONDS = 3600.0
-
-
-class _Stream:
-    """Stream of one client: its requests and their updates. It is the sink that the loop thread calls."""
-
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._events = asyncio.get_running_loop()
-        self._pending: deque[list[SequenceUpdate]] = deque()
-        self._backlog = 0
-        self._arrived = asyncio.Event()
-        self._live: set[str] = set()
-        self._compiling: dict[str, asyncio.Task[None]] = {}
-        """Live requests whose constraint is being compiled; the loop does not have them yet."""
-        self._closed = False
-        self._overrun = False
-
-    def __call__(self, updates: list[SequenceUpdate]) -> None:
-        self._events.call_soon_threadsafe(self._step_done, updates)
-
-    def _step_done(self, updates: list[SequenceUpdate]) -> None:
-        self._live.difference_update(update.request_id for update in updates if update.finish_reason is not None)
-        self._receive(updates)
-
-    def _receive(self, updates: list[SequenceUpdate]) -> None:
-        self._pending.append(updates)
-        self._backlog += len(updates)
-        self._overrun = self._overrun or self._backlog > _MAX_BACKLOG
-        self._arrived.set()
-
-    def close(self) -> None:
-        """Records that no more submissions follow."""
-        self._closed = True
-        self._arrived.set()
-
-    def abort_all(self) -> None:
-        for task in self._compiling.values():
-            task.cancel()
-        self._serving.loop.abort_all(self)
-
-    def submit(self, message: pb.GenerateRequest) -> None:
-        """Hands a request to the loop once its constraint is compiled. If it is refused, the error is its only
-        update."""
-        name = message.request_id
-        try:
-            if name in self._live:
-                raise InvalidRequest(f"request_id {name!r} is in use", param="request_id")
-            asked = submission(message, self._serving.model.vocab_size)
-            if asked.sampling.masked:
-                self._compiling[name] = asyncio.create_task(self._compile(asked))
-            else:
-                self._serving.loop.submit(asked, self)
-        except Exception as error:
-            self._receive([_refusal(name, error)])
-        else:
-            self._live.add(name)
-            self._serving.prompts.note(message.prefix_hashes)
-
-    async def _compile(self, asked: Submission) -> None:
-        """Compiles the constraint of a request and hands it to the loop."""
-        name = asked.request_id
-        try:
-            matcher = await self._serving.constraints.matcher(asked.sampling)
-            self._serving.loop.submit(replace(asked, matcher=matcher), self)
-        except Exception as error:
-            self._step_done([_refusal(name, error)])
-        finally:
-            if self._compiling.get(name) is asyncio.current_task():
-                del self._compiling[name]
-
-    def abort(self, message: pb.AbortRequest) -> None:
-        """Ends a request of this client; with keep_tokens its rollout is kept, cut where the gateway ended the text."""
-        task = self._compiling.pop(message.request_id, None)
-        if task is not None:
-            task.cancel()
-            self._step_done([SequenceUpdate(message.request_id, finish_reason=FinishReason.ABORT)])
-            return
-        if message.request_id in self._live or message.keep_tokens:
-            on_kept = self if message.keep_tokens else None
-            self._serving.loop.abort(message.request_id, message.keep_tokens, on_kept)
-
-    async def frames(self) -> AsyncIterator[list[SequenceUpdate]]:
-        """Updates of each step, until the client is done and its requests have ended.
-
-        Raises:
-            Unavailable: the client reads too slowly.
-        """
-        while True:
-            while self._pending:
-                updates = self._pending.popleft()
-                self._backlog -= len(updates)
-                if self._overrun:
-                    raise Unavailable(f"more than {_MAX_BACKLOG} updates were left unread")
-                yield updates
-            if self._closed and not self._live:
-                return
-            self._arrived.clear()
-            await self._arrived.wait()
-
-
-def _refusal(name: str, error: Exception) -> SequenceUpdate:
-    """Update for a request that could not be submitted. A bug is reported like any other error, so that it does not end
-    the gateway's other requests."""
-    if not isinstance(error, TemperError):
-        log.error("request could not be submitted", request=name, exc_info=error)
-        error = TemperError(f"{INTERNAL_MESSAGE} ({type(error).__name__})")
-    return SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)
-
-
-async def _read(frames: AsyncIterable[pb.ClientFrame], stream: _Stream) -> None:
-    try:
-        async for frame in frames:
-            kind = frame.WhichOneof("frame")
-            if kind == "submit":
-                stream.submit(frame.submit)
-            elif kind == "abort":
-                stream.abort(frame.abort)
-    finally:
-        stream.close()
 
 
 class EngineService(engine_pb2_grpc.EngineServicer):
@@ -220,12 +53,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Stream(  # noqa: N802 - the protocol's name
         self, request_iterator: AsyncIterable[pb.ClientFrame], context: _Context
     ) -> AsyncIterator[pb.EngineFrame]:
-        stream = _Stream(self._serving)
+        stream = RequestStream(self._serving, hears=True)
         await context.send_initial_metadata(())
-        reader = asyncio.create_task(_read(request_iterator, stream))
+        reader = asyncio.create_task(read(request_iterator, stream))
         try:
             async for updates in stream.frames():
-                yield pb.EngineFrame(updates=[update_message(update) for update in updates])
+                yield stream.frame(updates)
         except TemperError as error:
             await context.abort(status_code(error), error.message)
         finally:
@@ -235,7 +68,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: _Context
     ) -> AsyncIterator[pb.Update]:
-        stream = _Stream(self._serving)
+        stream = RequestStream(self._serving, hears=False)
         remaining = context.time_remaining()
         if remaining is not None and not request.deadline_unix_ms:
             request.deadline_unix_ms = int((time.time() + remaining) * 1000)
@@ -314,6 +147,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             block_size=serving.block_size,
             prompts=prompts,
             prompts_seen=serving.prompts.seen,
+            load=serving.loads.total.message,
         )
 
     async def GetRequests(  # noqa: N802

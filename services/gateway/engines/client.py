@@ -41,7 +41,6 @@ _CHUNK = 2**20
 _ROLLOUTS = 64
 """Most rollouts that are asked for at once: one may have a whole context of tokens."""
 
-
 ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]
 _RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
 _BROKEN_OFF = (engine_pb2.FINISH_REASON_ABORT, engine_pb2.FINISH_REASON_ERROR)
@@ -99,8 +98,7 @@ class EngineClient:
         self._requests = InFlightRequests()
         self._keeping: dict[str, tuple[int, UpdateQueue]] = {}
         """Indexes and queues of the requests that wait until the engine has kept their rollout, by request id."""
-        self._others = 0
-        """Requests of other gateways there, when its status was read."""
+        self._others = engine_pb2.Load()  # of other gateways' requests there, as last heard
         self._heard = 0  # number of the last prompt of all gateways that the engine has told
         self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
         self._channels = channels
@@ -134,7 +132,8 @@ class EngineClient:
     @property
     def load(self) -> float:
         """Requests there, of this gateway and of others, and prompt tokens that wait, in requests."""
-        return len(self._requests) + self._others + self._requests.prefill / TOKENS_PER_REQUEST
+        prefill = self._requests.prefill + self._others.prefill_tokens
+        return len(self._requests) + self._others.requests + prefill / TOKENS_PER_REQUEST
 
     def candidate(self, route: Route) -> Candidate:
         """Candidate for a route: what routing has to know of this engine."""
@@ -168,7 +167,7 @@ class EngineClient:
             max(0, route.tokens - cached),
             None if request.pooling or request.HasField("prompt_logprobs") else predicted,
         )
-        request.prefix_hashes = joined(route.chain)
+        request.prefix_hashes, request.expected_prefill = joined(route.chain), sent.prefill
         self._requests.add(request.request_id, sent)
         self.breaker.sent(request.request_id)
         self._outgoing.put_nowait(engine_pb2.ClientFrame(submit=request))
@@ -369,6 +368,9 @@ class EngineClient:
 
     async def _read(self, call: aio.StreamStreamCall[engine_pb2.ClientFrame, engine_pb2.EngineFrame]) -> None:
         async for frame in call:
+            if frame.HasField("others"):
+                self._others = frame.others
+            self.prefixes.heard(frame.prompts)
             failed = False
             for update in frame.updates:
                 name = update.request_id
@@ -407,15 +409,14 @@ class EngineClient:
         return False
 
     async def _ask_status(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
-        before = len(self._requests)
+        before = self._requests.load
         asked = engine_pb2.GetStatusRequest(prompts_after=self._heard)
         status = self.status = await stub.GetStatus(asked, timeout=self._stale_after)
         self.prefixes.heard(status.prompts)
         self._heard = status.prompts_seen
         status.ClearField("prompts")
         self.instance = status.instance
-        # Somebody else's are those of its requests that are more than this gateway had at any of the two moments.
-        self._others = max(0, status.running + status.waiting - max(before, len(self._requests)))
+        self._others = self._requests.others(status, before)
 
     async def _poll(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
         while True:
@@ -433,7 +434,7 @@ class EngineClient:
         was_connected = self.connected
         self._outgoing = self.status = self.model = None
         orphans = self._requests.take_all()
-        self._others = self._heard = 0
+        self._others, self._heard = engine_pb2.Load(), 0
         # Whoever comes back may be another process.
         self.prefixes.clear()
         if orphans:

@@ -45,6 +45,22 @@ class InFlightRequests:
     def __len__(self) -> int:
         return len(self._sent)
 
+    @property
+    def load(self) -> engine_pb2.Load:
+        """Load of all, as an engine tells it."""
+        return engine_pb2.Load(requests=len(self._sent), prefill_tokens=self.prefill)
+
+    def others(self, status: engine_pb2.EngineStatus, before: engine_pb2.Load) -> engine_pb2.Load:
+        """Load of other gateways' requests: what an engine has more than this gateway had at any of two moments.
+
+        Args:
+            status: what the engine tells.
+            before: load when it was asked.
+        """
+        requests = status.running + status.waiting - max(before.requests, len(self._sent))
+        prefill = status.load.prefill_tokens - max(before.prefill_tokens, self.prefill)
+        return engine_pb2.Load(requests=max(0, requests), prefill_tokens=max(0, prefill))
+
     def get(self, request_id: str) -> InFlightRequest | None:
         """None: it has ended, or nobody waits for it."""
         return self._sent.get(request_id)

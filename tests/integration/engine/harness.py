@@ -23,7 +23,8 @@ from services.common.pb import engine_pb2 as pb
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.listen import bind
-from services.engine.server.service import Serving, make_server
+from services.engine.server.service import make_server
+from services.engine.server.serving import Serving
 from services.gateway.inference.engine_request import version_ref
 from services.pod.engine import Engine
 
@@ -94,6 +95,8 @@ class GatewayStream:
         self.call = stub.Stream()
         self.answers: dict[str, Answer] = {}
         self.frames = 0
+        self.heard: asyncio.Queue[pb.EngineFrame] = asyncio.Queue()
+        """Frames that are only of other clients' requests."""
         self.kept: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Event of each request, set when an abort with ``keep_tokens`` is done."""
         self._done: dict[str, asyncio.Event] = {}
@@ -142,6 +145,8 @@ class GatewayStream:
     async def _read(self) -> None:
         async for frame in self.call:
             self.frames += 1
+            if not frame.updates:
+                self.heard.put_nowait(frame)
             for update in frame.updates:
                 if update.kept:
                     self.kept[update.request_id].set()

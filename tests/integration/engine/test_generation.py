@@ -13,6 +13,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.pb import engine_pb2 as pb
+from services.engine.server.stream_load import MUCH_PREFILL
 from tests.integration.engine.harness import EngineUnderTest, request
 
 
@@ -62,6 +63,23 @@ async def test_a_repeated_prompt_comes_from_the_cache(engine: EngineUnderTest) -
     assert first.cached_tokens == salted.cached_tokens == 0
     assert second.cached_tokens >= 64
     assert first.token_ids == second.token_ids == salted.token_ids
+
+
+async def test_a_stream_hears_at_once_what_another_has_much_to_compute_of(engine: EngineUnderTest) -> None:
+    sending, hearing = engine.stream(), engine.stream()
+    await hearing.run(request())
+    asked = request([3 + i % 50 for i in range(100)])
+    asked.expected_prefill, asked.prefix_hashes = MUCH_PREFILL, b"12345678"
+    name = await sending.submit(asked)
+    taken, begun = [await asyncio.wait_for(hearing.heard.get(), 30) for _ in range(2)]
+    assert taken == pb.EngineFrame(
+        others=pb.Load(requests=1, prefill_tokens=MUCH_PREFILL), prompts=[asked.prefix_hashes]
+    )
+    assert (begun.others.prefill_tokens, list(begun.prompts)) == (0, [])
+    assert (await sending.answer(name)).error is None
+    assert sending.heard.empty(), "its own is no news"
+    left = await engine.until(lambda status: status.load == pb.Load())
+    assert left.prompts_seen == 1
 
 
 async def test_abort_ends_a_request_at_once(engine: EngineUnderTest) -> None:

@@ -185,6 +185,16 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         for outgoing in self._streams:
             outgoing.put_nowait(None)
 
+    @property
+    def connected(self) -> bool:
+        """A stream is open: gateways may know that a moment before."""
+        return bool(self._streams)
+
+    def tell(self, frame: engine_pb2.EngineFrame) -> None:
+        """Sends a frame of its own to every stream."""
+        for outgoing in self._streams:
+            outgoing.put_nowait(frame)
+
     # -- Engine
 
     async def Stream(self, request_iterator, context) -> AsyncIterator[engine_pb2.EngineFrame]:  # noqa: N802

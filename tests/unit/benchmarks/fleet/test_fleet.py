@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fleet import clock, scenarios
-from benchmarks.fleet.adapters import SharedLink
+from benchmarks.fleet import scenarios
 from benchmarks.fleet.figures import beside_ideal
 from benchmarks.fleet.ideal import ideal
 from benchmarks.fleet.report import line
 from benchmarks.fleet.scenarios import Options
 from benchmarks.fleet.simulation import Outcome, Setting, simulate
 from benchmarks.fleet.traces import SHAPES, Session, adapter_names, draw
+from benchmarks.fleet.virtual import clock
+from benchmarks.fleet.virtual.adapters import SharedLink
 from tests.unit.benchmarks.fleet.fleets import SMALL
 
 OPTIONS = Options(SMALL, engines=2, gateways=2, seconds=2.0, load=0.4, seed=3)
@@ -103,11 +104,16 @@ def test_engines_that_start_are_found_and_work() -> None:
 
 
 def test_a_new_version_is_everywhere_when_the_store_has_sent_it_to_all() -> None:
-    rows = scenarios.spread(OPTIONS, links=(1e9, 100e9))["rows"]
+    found = scenarios.spread(OPTIONS, links=(1e9, 100e9))
+    rows = found["rows"]
     slow, fast = (row["everywhere_s"] for row in rows)
     assert 2 * SMALL.adapter_bytes / 1e9 < slow < 2.0
     assert SMALL.adapter_bytes / SMALL.engine_link < fast < slow
     assert not any(row["failed"] for row in rows)
+    assert [row["engines_with_it"] for row in rows] == [2, 2]
+    assert 1 <= found["popular"]["engines_with_it"] <= 2
+    assert 0.0 < found["popular"]["everywhere_s"] < slow
+    assert "popular" in line(found)
 
 
 def test_throughput_and_latency_are_told_by_size_and_load() -> None:

@@ -17,8 +17,9 @@ from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.circuit_breaker import BreakerState
 from services.gateway.engines.client import EngineClient
 from services.gateway.engines.discovery import Discovery, resolve
-from services.gateway.engines.load_balancing import Affinity, route_of
+from services.gateway.engines.load_balancing import TOKENS_PER_REQUEST, Affinity, route_of
 from services.gateway.engines.pool import EnginePool
+from services.gateway.engines.prefix_index import joined
 from services.gateway.settings import GatewaySettings
 from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
@@ -371,6 +372,37 @@ async def test_an_engine_that_tells_of_less_than_before_has_lost_it(engines: lis
     engine.behaviour = says("x")
     await run(pool, request([*common, 7]))
     assert client.prefixes.matched(chain) == 4
+
+
+async def test_what_others_sent_to_an_engine_counts_as_soon_as_it_tells(engines: list[FakeEngine], make: Maker) -> None:
+    pool = make(engines[:2], status_interval_seconds=60.0)
+    await until(lambda: len(ready(pool)) == 2 and engines[0].connected)
+    prompt = list(range(9 * 64))
+    where = route_of(request(), prompt, Affinity())
+    first, second = (client_of(pool, engine) for engine in engines[:2])
+    hashes = joined(where.chain)
+    engines[0].tell(engine_pb2.EngineFrame(others=engine_pb2.Load(requests=1, prefill_tokens=512), prompts=[hashes]))
+    await until(lambda: first.prefixes.matched(where.chain) == 9)
+    assert (first.load, second.load) == (3.0, 0.0)
+    await run(pool, request(prompt))
+    assert len(engines[0].requests) == 1, "it is computed there, and worth the wait"
+    engines[0].tell(engine_pb2.EngineFrame(others=engine_pb2.Load(requests=1, prefill_tokens=10**6)))
+    await until(lambda: first.load > 1000.0)
+    await run(pool, request(prompt))
+    assert (len(engines[0].requests), len(engines[1].requests)) == (1, 1), "there is too much before it"
+    assert engines[1].requests[0].expected_prefill == len(prompt)
+    assert engines[1].requests[0].prefix_hashes == hashes
+    engines[0].tell(engine_pb2.EngineFrame(others=engine_pb2.Load()))
+    await until(lambda: first.load == 0.0)
+
+
+async def test_the_load_that_a_status_tells_is_less_its_own(engines: list[FakeEngine], make: Maker) -> None:
+    engines[0].status = {"running": 3, "load": engine_pb2.Load(requests=3, prefill_tokens=1024)}
+    pool = make(engines[:1])
+    await until(lambda: ready(pool))
+    assert client_of(pool, engines[0]).load == 3.0 + 1024 / TOKENS_PER_REQUEST
+    engines[0].status = {"running": 3, "load": engine_pb2.Load()}
+    await until(lambda: client_of(pool, engines[0]).load == 3.0)
 
 
 def test_sessions_in_requests(running: Running, http: httpx.Client) -> None:

@@ -14,13 +14,13 @@ from typing import Any, Self
 import grpc
 from grpc import aio
 
-from benchmarks.fleet.engine import VOCABULARY, SimulatedEngine
+from benchmarks.fleet.virtual.engine import VOCABULARY, SimulatedEngine
 from services.common.pb import engine_pb2 as pb
 from services.common.text.tokenizer import TextCodec
 from services.gateway.engines.channel import Channels
 
 ONE_WAY_SECONDS = 0.0002
-_TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "tiny"
+_TOKENIZER = Path(__file__).resolve().parents[3] / "models" / "tiny"
 
 
 def _unavailable(details: str) -> aio.AioRpcError:
@@ -121,7 +121,7 @@ class _Stream:
     async def wait_for_connection(self) -> None:
         await asyncio.sleep(2 * ONE_WAY_SECONDS)
         self._engine = self._network.engine(self._address)
-        self._engine.streams[self] = None
+        self._engine.join(self)
 
     async def write(self, frame: pb.ClientFrame) -> None:
         if self._engine is not None:

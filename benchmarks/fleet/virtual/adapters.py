@@ -134,6 +134,11 @@ class EngineAdapters:
         self._jobs.clear()
         self._boundary = lambda _call: None
 
+    def has(self, name: str) -> bool:
+        """Whether a version of a name is in a slot, and requests for the name get it."""
+        version = self._meaning.get(name)
+        return version is not None and self._table.get(version) is not None
+
     @property
     def loaded(self) -> list[str]:
         """Versions in slots, as an engine's status has them."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from math import log
 from typing import Protocol
 
-from benchmarks.fleet.adapters import AdapterStore, EngineAdapters
 from benchmarks.fleet.cost import CostModel
 from benchmarks.fleet.subject import Subject
+from benchmarks.fleet.virtual.adapters import AdapterStore, EngineAdapters
 from services.common.errors import Overloaded
 from services.common.pb import engine_pb2 as pb
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
@@ -26,8 +26,12 @@ from services.engine.scheduler.step_plan import StepPlan, StepResult
 from services.engine.server.errors import to_message
 from services.engine.server.protobuf import submission, update_message
 from services.engine.server.recent_prompts import RecentPrompts
+from services.engine.server.stream_load import StreamLoad, StreamLoads
 
 VOCABULARY = 248_320
+_LOAD_SECONDS = 0.05
+"""A real engine sends a frame each step to every gateway that has a request there, and tells it of the others' load.
+Here one in so many seconds is sent for nothing else: what lies between changes little, and takes long to simulate."""
 GAP_STEP = 1.02
 """Ratio of the bounds of a bucket of times between tokens."""
 
@@ -50,6 +54,15 @@ class _Live:
     receiver: Receiver
     token: SampledToken
     """Every token of its answer."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """What a stream's gateway is told of the other gateways' requests."""
+
+    load: StreamLoad
+    at: float = float("-inf")
+    """Loop time of the last frame."""
 
 
 @dataclass(slots=True)
@@ -103,7 +116,8 @@ class SimulatedEngine:
         self._arrivals = 0
         self._prompts = RecentPrompts()
         self._boundary_calls: list[Callable[[], None]] = []
-        self.streams: dict[Receiver, None] = {}
+        self._loads = StreamLoads()
+        self.streams: dict[Receiver, _Told] = {}
         """Streams of gateways, in the order in which they were opened."""
         self.adapters = (
             None
@@ -122,9 +136,20 @@ class SimulatedEngine:
         else:
             self._abort(frame.abort.request_id)
 
+    def join(self, receiver: Receiver) -> None:
+        """A stream was opened."""
+
+        def tell(hashes: bytes) -> None:
+            told.at = self._loop.time()
+            prompts = [hashes] if hashes else ()
+            receiver.deliver(pb.EngineFrame(others=told.load.others.message, prompts=prompts))
+
+        told = self.streams[receiver] = _Told(self._loads.open(tell))
+
     def leave(self, receiver: Receiver) -> None:
         """A stream was closed: nobody waits for its requests."""
-        self.streams.pop(receiver, None)
+        if (told := self.streams.pop(receiver, None)) is not None:
+            told.load.close()
         for name in [name for name, live in self._live.items() if live.receiver is receiver]:
             self._abort(name)
 
@@ -137,6 +162,7 @@ class SimulatedEngine:
             loaded_adapters=[] if self.adapters is None else self.adapters.loaded,
             prompts=self._prompts.after(request.prompts_after),
             prompts_seen=self._prompts.seen,
+            load=self._loads.total.message,
         )
 
     def kill(self) -> None:
@@ -161,6 +187,8 @@ class SimulatedEngine:
             return
         asked = submission(message, VOCABULARY)
         self._prompts.note(message.prefix_hashes)
+        if (told := self.streams.get(receiver)) is not None:
+            told.load.submitted(message)
         self._live[asked.request_id] = _Live(asked, receiver, SampledToken(asked.sampling.seed or 0, -1.0))
         if not self._pin(asked):
             self._waiting[asked.request_id] = None
@@ -181,8 +209,11 @@ class SimulatedEngine:
         return True
 
     def _abort(self, name: str) -> None:
-        if self._live.pop(name, None) is None:
+        live = self._live.pop(name, None)
+        if live is None:
             return
+        if (told := self.streams.get(live.receiver)) is not None:
+            told.load.ended(name)
         if name in self._waiting:
             del self._waiting[name]
             return
@@ -274,13 +305,22 @@ class SimulatedEngine:
             if update.cached_tokens is None and update.finish_reason is None:
                 continue
             live = self._live.get(update.request_id)
+            told = None if live is None else self.streams.get(live.receiver)
             if update.finish_reason is not None:
                 self._live.pop(update.request_id, None)
                 self._release(update)
+                if told is not None:
+                    told.load.ended(update.request_id)
+            elif told is not None:
+                told.load.begun(update.request_id)
             if live is not None:
                 frames.setdefault(live.receiver, []).append(update_message(update))
-        for receiver, messages in frames.items():
-            receiver.deliver(pb.EngineFrame(updates=messages))
+        now = self._loop.time()
+        for receiver, told in self.streams.items():
+            messages = frames.get(receiver)
+            if messages or (told.load and now - told.at >= _LOAD_SECONDS):
+                told.at = now
+                receiver.deliver(pb.EngineFrame(updates=messages or (), others=told.load.others.message))
 
     def _release(self, update: SequenceUpdate) -> None:
         if self.adapters is not None and update.finished is not None:
