@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.gpu.launch.compiler import prepare_compiler
+from services.common.adapters.drafter_form import MOST_CHAINED, MTP_FORM, DrafterForm
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.compile_ahead import Target, Variant, _Nothing, recorded
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
-from services.engine.executors.cuda.shapes import verified_rows
-from services.engine.executors.cuda.warm_up import sampling_plans
+from services.engine.executors.cuda.shapes import draft_buckets, draft_counts, verified_rows
+from services.engine.executors.cuda.warm_up import _draft_plan, sampling_plans
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.upload import AdapterUpload
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -36,6 +38,7 @@ from services.engine.requests.prompt_scoring import PromptRead
 from services.engine.requests.request import Pooling, Request
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StepPlan
+from services.engine.settings import MOST_DRAFTED_ON_GPU
 from tests.parity.fused_models import TINY, random_adapter, random_adapters, random_model
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -62,9 +65,16 @@ EXPERTS = Qwen3_5MoeConfig(
 )
 
 
-def build(config: Qwen3_5Config, quantization: str, speculative: bool) -> CudaRunner:
-    """A runner with everything that serving has, on the CPU."""
-    model = random_model(config, torch.bfloat16, quantization=quantization, mtp=speculative)
+def build(config: Qwen3_5Config, quantization: str, drafter: str) -> CudaRunner:
+    """A runner with everything that serving has, on the CPU.
+
+    Args:
+        drafter: "mtp", "block", or anything else for none.
+    """
+    form = DrafterForm(8, 2) if drafter == "block" else MTP_FORM
+    draft_tokens = {"mtp": MOST_CHAINED, "block": MOST_DRAFTED_ON_GPU}.get(drafter, 0)
+    speculative = draft_tokens > 0
+    model = random_model(config, torch.bfloat16, quantization=quantization, mtp=speculative, form=form)
     cache = DeviceCache.allocate(
         config,
         model.dtype,
@@ -74,11 +84,11 @@ def build(config: Qwen3_5Config, quantization: str, speculative: bool) -> CudaRu
         num_slots=68,
         kv_dtype=None,
         state_dtype=torch.float32,
-        draft_layers=int(speculative),
+        draft_layers=form.layers * speculative,
         waiting_writes=8 if speculative else 0,
-        verified_rows=verified_rows(32, 4) if speculative else 0,
+        verified_rows=verified_rows(32, draft_tokens) if speculative else 0,
     )
-    limits = RunnerLimits(32, 320, 1024, largest_graph=32, mixed_tokens=128, draft_tokens=4 if speculative else 0)
+    limits = RunnerLimits(32, 320, 1024, largest_graph=32, mixed_tokens=128, draft_tokens=draft_tokens)
     lora = random_adapters(model, 2, 16)
     lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(config, 16))
     return CudaRunner(model, cache, lora, limits, RunnerOptions(pdl=True), eos_token_ids=[1])
@@ -145,7 +155,7 @@ def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
     """How many variants an engine asks for and compiles ahead, and which kernels are asked for only."""
     quantization, _, more = case.partition("+")
     config = EXPERTS if more == "experts" else CONFIG
-    runner = build(config, quantization, more == "mtp")
+    runner = build(config, quantization, more)
     shapes = runner.warm_up_shapes
 
     def everything() -> None:
@@ -153,6 +163,8 @@ def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
         for shape in runner._shapes:
             for adapters in (False, True):
                 runner._run_shape(shape, adapters)
+        for size, count in product(draft_buckets(32), (0, *draft_counts(runner._limits.draft_tokens))):
+            runner._launch(_draft_plan(size, count, 1, 16), runner.forward)
         runner._lora.load(1, random_adapter(config, 16, seed=1))
         for length in (1, 5, 33, 200):
             runner._launch(reading(length), runner.forward)
