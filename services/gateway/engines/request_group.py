@@ -25,6 +25,9 @@ _LONGEST_PAUSE = 2.0
 _KEEP_SECONDS = 5.0
 """Seconds for which an answer whose text has ended waits for the engine to say that it keeps the rollout."""
 _KEPT = engine_pb2.Update(kept=True)
+_TOGETHER = 16
+"""Choices of one prompt that go to one engine: it reads the prompt once for all of them, and a step for so many takes
+little longer than a step for one."""
 
 
 class Engines(Protocol):
@@ -176,12 +179,23 @@ class RequestGroup:
 
     async def _place(self, index: int, *, until: float) -> None:
         route, tried = self._route(index), self._tried[index]
-        client = await self._engines.pick(route, self._affinity, avoid=tried, deadline=min(until, self._expires))
+        client = self._beside(index)
+        if client is None:
+            client = await self._engines.pick(route, self._affinity, avoid=tried, deadline=min(until, self._expires))
         if asyncio.get_running_loop().time() >= self._expires:
             raise self._late()
         self._attempts[index] += 1
         self._at[index] = client
         client.submit(self._requests[index], index, self._queue, route)
+
+    def _beside(self, index: int) -> EngineClient | None:
+        """The engine of the choices that this one goes together with; None: it is the first of them, or that engine
+        has refused it or takes nothing now."""
+        of_its_prompt = index % (len(self._requests) // len(self._prompts))
+        first = index - of_its_prompt % _TOGETHER
+        if first == index or self._tried[index] or (client := self._at.get(first)) is None:
+            return None
+        return client if client.ready else None
 
     async def _lost(self, index: int, lost: StreamBroken) -> None:
         reason = lost.reason
