@@ -108,7 +108,7 @@ endef
 test: $(CLIENTS) ## lint, and a test of every promise; ARGS=--write-costs records what files take
 	$(call run_tests,-m "not thorough")
 
-test-all: $(CLIENTS) ## lint and all tests, some 40 minutes on 2 cores
+test-all: $(CLIENTS) ## lint and all tests, some 45 minutes on 2 cores
 	$(call run_tests)
 
 docs: setup ## the documentation as a site in build/site, links checked

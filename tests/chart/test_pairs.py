@@ -53,6 +53,7 @@ def test_the_schema_looks_at_each_value_alone() -> None:
     assert not [node for node in nodes if {"not", "anyOf"} & set(node) and "properties" in str(node)]
 
 
+@pytest.mark.thorough
 def test_every_pair_renders(pairs: Pairs) -> None:
     """`python -m tests.chart.matrix --pairs` takes exactly two at a time."""
     assert pairs.wrong() == {}

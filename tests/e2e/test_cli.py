@@ -128,6 +128,7 @@ def test_corrupt_upload_is_refused(stack: Stack, tmp_path: Path) -> None:
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_a_suite_is_run_and_its_targets_are_compared(stack: Stack, examples: str, tmp_path: Path) -> None:
     adapter, suite = name(), name()
     submit = ("train", "submit", "sft", "--data", examples, "--adapter", adapter, "--epochs", "2")
@@ -166,6 +167,7 @@ def test_feedback_on_kept_answers_is_trained_on(stack: Stack, tmp_path: Path) ->
     assert f"{adapter}@1" in result.stdout
 
 
+@pytest.mark.thorough
 def test_the_doctor_finds_a_running_temper_well(stack: Stack) -> None:
     report = ok(stack, "doctor", "--url", stack.url, "--data-dir", str(stack.data_dir), "--port", str(stack.port))
     found = {check["check"]: (check["status"], check["message"]) for check in report["checks"]}

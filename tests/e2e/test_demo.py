@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.stack import ROOT, clean_environment
 
@@ -31,6 +32,7 @@ def demo(directory: Path, *options: str, stderr: int = subprocess.STDOUT) -> sub
     )
 
 
+@pytest.mark.thorough
 def test_the_model_learns(tmp_path: Path) -> None:
     process = demo(tmp_path, "--rounds", "2", "--json", stderr=subprocess.PIPE)
     printed, text = process.communicate(timeout=280)

@@ -400,6 +400,7 @@ async def test_a_draining_engine_finishes_and_gets_nothing_new(cluster: Cluster)
         await asyncio.gather(*(complete(client, cluster.model, prompt) for prompt in prompts(8, 30, seed=8)))
 
 
+@pytest.mark.thorough
 async def test_an_engine_that_comes_back_gets_its_share(cluster: Cluster) -> None:
     if cluster.restarted is None:
         cluster.signal(cluster.addresses[0], signal.SIGKILL)

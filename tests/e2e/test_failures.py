@@ -59,6 +59,7 @@ def check_outcome(client: httpx.Client, job_id: str, adapter: str, undisturbed: 
     assert not far, f"(step, loss, undisturbed loss): {far}"
 
 
+@pytest.mark.thorough
 def test_engine_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[int, float]) -> None:
     with httpx.Client(base_url=faulty.url, timeout=30) as client:
         job_id = jobs.submit_sft(client, "killed", epochs=EPOCHS, checkpoint_every=5)

@@ -17,7 +17,10 @@ from tests.guides.blocks import Block, pages, read
 from tests.guides.reader import Reader
 from tests.stack import PATIENCE, ROOT, Stack, clean_environment
 
-JOBS = ("adapters", "evaluation", "forge", "learning-loop", "tinker", "training/rollouts", "training/opd", "training")
+KINDS = tuple(
+    f"training/{kind}" for kind in ("draft", "environments", "kto", "opd", "receipts", "rollouts", "trajectories")
+)
+JOBS = ("adapters", "evaluation", "forge", "learning-loop", "tinker", "training", *KINDS)
 THOROUGH = (*(f"docs/guides/{name}.md" for name in (*JOBS, "compatibility", "install")), "docs/tutorials/research.md")
 """Pages with many jobs or processes, whose commands test_cli.py, tests/conformance and tests/integration run, too."""
 PAGES = {str(page.relative_to(ROOT)): [block for block in read(page) if block.runs] for page in pages()}

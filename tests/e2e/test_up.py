@@ -66,6 +66,7 @@ def test_one_line_when_ready_and_nothing_but_the_gateway_in_the_open(stack: Stac
     assert (stack.data_dir.stat().st_mode & 0o777) == 0o700
 
 
+@pytest.mark.thorough
 def test_second_up_is_refused_by_the_same_directory_and_by_the_same_port(stack: Stack, tmp_path: Path) -> None:
     for data_dir, port, says in (
         (stack.data_dir, free_ports(1)[0], "in use by another `temper up`"),
@@ -185,6 +186,7 @@ def test_checkpoint_with_a_missing_tensor_is_named(tmp_path: Path) -> None:
     assert victim.removeprefix("model.language_model.").removeprefix("model.") in message
 
 
+@pytest.mark.thorough
 def test_external_redis_that_is_away_is_named(tmp_path: Path) -> None:
     port = free_ports(1)[0]
     message = fails(Stack(tmp_path / "data", env={"TEMPER_REDIS_URL": f"redis://:hush@127.0.0.1:{port}/0"}))

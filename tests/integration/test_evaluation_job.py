@@ -203,6 +203,7 @@ async def test_answers_to_the_erased_are_not_kept_by_a_run_that_asks_them_now(
     assert runs.items(done.id, 0, 0, 0, 5) == []
 
 
+@pytest.mark.thorough
 async def test_a_store_and_a_scorer_that_fail_lose_no_answers(
     queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:

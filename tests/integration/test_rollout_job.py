@@ -108,6 +108,7 @@ async def test_cancelling_in_the_middle_of_a_rollout(queue: JobQueue, start: Sta
     await asyncio.to_thread(pod.settle)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("staleness", [0, 1])
 async def test_draining_in_the_middle_of_a_rollout(

@@ -189,6 +189,7 @@ async def test_a_job_that_is_handed_on_goes_on_with_its_answers(
     assert (runs.all.newest(), runs.shard(run, 0, 1, 0)) == ([run], kept)
 
 
+@pytest.mark.thorough
 async def test_a_suite_that_is_trained_on_does_not_decide(
     queue: JobQueue, registry: AdapterRegistry, suites: SuiteStore, start: Start
 ) -> None:

@@ -82,7 +82,7 @@ def test_serving(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked.launches.keys() >= {"_decode_kernel", "_gated_delta_step_kernel", "_prefill_kernel", "dot_kernel"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("architecture", TRAINED)
 def test_training(architecture: str, branches: bool) -> None:

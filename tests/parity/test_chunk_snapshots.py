@@ -265,6 +265,7 @@ def test_chains_on_the_device(start: int, ends: tuple[int, ...], end: int, waiti
     fused.check_states(parts, [3, *(slot for _, slot in snapshots)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("largest_graph", [0, pytest.param(8, marks=pytest.mark.cuda)])
 def test_chains_and_ordinary_chunks_on_the_device(largest_graph: int) -> None:
     before, plan = several()

@@ -95,6 +95,7 @@ def base_policy(pod: Pod) -> LoraParams:
     return prepared(pod).lora.copied("cpu")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_groups_wait_until_they_are_whole(pod: Pod, staleness: int) -> None:
     """Every rollout is learnt from once or dropped; each token's behaviour is that of the policy that sampled it."""
@@ -175,7 +176,7 @@ def straight(shared: Pod, request: pytest.FixtureRequest) -> tuple[int, Stepped]
     return request.param, stepped(waiting(shared, request.param))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 6])
 def test_resume_with_groups_that_wait_is_bitwise(pod: Pod, straight: tuple[int, Stepped], stop: int) -> None:
     staleness, whole = straight
@@ -238,6 +239,7 @@ def test_rollouts_under_way_change_their_policy(pod: Pod, tmp_path: Path) -> Non
     run.close()
 
 
+@pytest.mark.thorough
 def test_a_job_whose_rollouts_change(pod: Pod) -> None:
     """Whatever is under way when a step ends goes on with the policy behind it; never with one of later rounds."""
     fields = {"rounds": 3, "max_tokens": 24, "staleness": 1, "in_flight": "change", "cut": {"fraction": 0.8}}

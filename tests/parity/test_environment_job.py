@@ -142,6 +142,7 @@ def test_a_round_under_way_is_part_of_the_checkpoint() -> None:
         pod.settle()
 
 
+@pytest.mark.thorough
 def test_rounds_are_played_ahead() -> None:
     """Each by the policy of the round before; one that a checkpoint has not is played again by the same."""
     with serving(Guess) as url, pod_at(url) as pod:

@@ -77,6 +77,7 @@ def test_values_are_taken_to_the_bit() -> None:
     torch.testing.assert_close(chunked.grad, values.exp() * weights)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("unbiased", [False, True], ids=["k3", "unbiased"])
 @pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo"])
 @pytest.mark.parametrize("limit", [210, 1024], ids=["accumulated", "packed"])

@@ -127,6 +127,7 @@ def outputs(runner: Runner, limits: SchedulerConfig, counts: list[Counts] | None
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("speculative", [False, True])
 def test_overlapping_steps_have_the_tokens_of_the_plain_runner(speculative: bool) -> None:
     limits = replace(LIMITS, draft_tokens=2, num_slots=20) if speculative else LIMITS

@@ -111,6 +111,7 @@ LEARNING: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 def test_a_job_comes_near_its_teacher_on_what_it_has_not_seen(pod: Pod) -> None:
     """`python -m benchmarks.training.learning` has three seeds."""
     run = prepared(pod, **LEARNING, lora={"rank": 8, "alpha": 16, "seed": 0}, seed=0)
@@ -133,6 +134,7 @@ def test_the_sampled_loss_learns_too(pod: Pod) -> None:
     assert all(step["ratio_mean"] == pytest.approx(1, abs=1e-4) for step in history)
 
 
+@pytest.mark.thorough
 def test_a_second_checkpoint_teaches(pod: Pod) -> None:
     """Another hidden size, and a vocabulary padded to another width."""
     assert pod.host.teacher is not None
@@ -210,7 +212,7 @@ def straight(shared: Pod) -> Stepped:
     return stepped(prepared(shared, **RESUMED))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", [2, 4, 7])  # within the first round, between the two, at the last step
 def test_resume_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
     curve, parameters, saved = straight

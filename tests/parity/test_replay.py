@@ -68,6 +68,7 @@ def trainers(pod: Pod, request: ScoreRequest, lora: object) -> torch.Tensor:
         )
 
 
+@pytest.mark.thorough
 def test_any_tokens_are_scored_under_any_policy(pod: Pod) -> None:
     """End tokens in the middle, tokens that nobody would sample, mixed temperatures; in an order of its own."""
     lora = adapter(pod, 1)

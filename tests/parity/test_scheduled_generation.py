@@ -124,6 +124,7 @@ def serve(
     return [finished[request.request_id] for request in requests], scheduler.counts().preemptions
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arrivals", "changes"),
     [

@@ -76,7 +76,7 @@ def device_and_model(pair: Pair) -> tuple[torch.device, Qwen3_5]:
     return torch.device("cuda"), Qwen3_5.from_directory(pair.path, dtype="float32", device="cuda")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_plain_autograd(pairs: dict[str, Pair], name: str, tmp_path: Path) -> None:
     pair = pairs[name]
@@ -105,7 +105,7 @@ def test_equals_plain_autograd(pairs: dict[str, Pair], name: str, tmp_path: Path
     assert_equal_gradients({key: value.cpu() for key, value in gradients(ours).items()}, expected)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["grouped", "experts"])
 def test_recomputation_changes_no_bit(pairs: dict[str, Pair], name: str, tmp_path: Path) -> None:
     pair = pairs[name]

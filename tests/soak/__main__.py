@@ -4,8 +4,9 @@ A whole `temper up` with the tiny model, small caches and short retention answer
 and feedback, trains, swaps and deletes adapters, and opens training sessions. All the while memory, handles and threads
 of every process, disk, objects and keys are sampled. Behind the warm-up each series has to be flat: its slope (the
 median of those between any two samples) times that time may be no more than its bound (tests/soak/samples.py), and logs
-may not grow by more than so many bytes a request. Prints a table and a line of JSON, which --out has with every sample;
-exit status 1 if anything grew, or any client saw something wrong.
+may not grow by more than so many bytes a request. Keys, which stay for a time, count beside the requests of that time.
+Prints a table and a line of JSON, which --out has with every sample; exit status 1 if anything grew, or any client saw
+something wrong.
 """
 
 from __future__ import annotations

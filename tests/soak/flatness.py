@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -46,6 +47,25 @@ def slope(points: Sequence[Point]) -> float:
     thinned = points[:: max(1, len(points) // _MOST)]
     found = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(thinned, 2) if b[0] > a[0]]
     return median(found) if found else 0.0
+
+
+def of_even_traffic(points: Sequence[Point], done: Sequence[Point], window: float) -> list[Point]:
+    """A series of what stays for so many seconds, as it would be had the traffic of each such time been that of the
+    median: a machine that does other things, too, has less of it, and so less that stays.
+
+    Args:
+        done: all that had been done so far, at times that begin no later than the points'.
+        window: seconds for which it stays; points before it are left as they are.
+    """
+    times = [at for at, _ in done]
+
+    def until(at: float) -> float:
+        return done[max(0, bisect.bisect_right(times, at) - 1)][1]
+
+    begin = points[0][0] + window
+    within = {at: max(1.0, until(at) - until(at - window)) for at, _ in points if at >= begin}
+    middle = median(within.values()) if within else 1.0
+    return [(at, value * middle / within.get(at, middle)) for at, value in points]
 
 
 def judge(name: str, points: Sequence[Point], bound: Bound, *, warm_up: float) -> Verdict:

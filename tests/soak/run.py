@@ -12,7 +12,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from tests.soak.flatness import Verdict, judge, spark
+from tests.soak.flatness import Verdict, judge, of_even_traffic, spark
 from tests.soak.samples import BOUNDS, Sampler
 from tests.soak.traffic import Traffic
 from tests.stack import PATIENCE, Stack
@@ -125,17 +125,18 @@ async def _soak(stack: Stack, plan: Plan) -> Outcome:
             loop = asyncio.get_running_loop()
             end = loop.time() + plan.seconds
             while loop.time() < end and not running.done():
-                await asyncio.to_thread(sampler.take)
+                await asyncio.to_thread(sampler.take, traffic.requests)
                 await asyncio.sleep(plan.every)
             traffic.over.set()
             await asyncio.wait_for(running, 4 * PATIENCE)
-            await asyncio.to_thread(sampler.take)
+            await asyncio.to_thread(sampler.take, traffic.requests)
         outcome.log_bytes_a_request = (sampler.log_bytes() - logged) / max(1, traffic.requests)
     finally:
         sampler.close()
     outcome.requests, outcome.done, outcome.problems = traffic.requests, dict(traffic.done), traffic.problems
     outcome.series = dict(sampler.series)
-    outcome.verdicts = [
-        judge(name, points, BOUNDS[name.split()[0]], warm_up=WARM_UP) for name, points in sorted(sampler.series.items())
-    ]
+    for name, points in sorted(sampler.series.items()):
+        kind = name.split()[0]
+        judged = of_even_traffic(points, sampler.requests, plan.kept) if kind == "keys" else points
+        outcome.verdicts.append(judge(name, judged, BOUNDS[kind], warm_up=WARM_UP))
     return outcome

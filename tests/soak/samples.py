@@ -38,14 +38,21 @@ class Sampler:
         self._store = ObjectStore(stack.settings)
         self.redis = redis.Redis.from_url(stack.settings.redis_url.get_secret_value(), decode_responses=True)
         self.series: dict[str, list[Point]] = defaultdict(list)
+        self.requests: list[Point] = []
+        """Requests so far."""
         self._began = time.monotonic()
 
     def close(self) -> None:
         self.redis.close()
 
-    def take(self) -> None:
-        """One sample of everything."""
+    def take(self, requests: int) -> None:
+        """One sample of everything.
+
+        Args:
+            requests: that were sent so far.
+        """
         now = time.monotonic() - self._began
+        self.requests.append((now, float(requests)))
         found: dict[str, float] = {}
         for name, pid in self._stack.state["pids"].items():
             found |= _process(name, psutil.Process(pid))

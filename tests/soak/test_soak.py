@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.flatness import Bound, judge, slope, spark
+from tests.soak.flatness import Bound, judge, of_even_traffic, slope, spark
 from tests.soak.run import LOG_BYTES_A_REQUEST, Plan, soak, stack_of
 from tests.soak.samples import family
 
@@ -40,6 +40,16 @@ def test_a_warm_up_does_not_count() -> None:
     assert slope(points[:41]) == pytest.approx(10.0)
     assert slope(points[:1]) == 0.0
     assert spark([0.0, 5.0, 10.0]) == "▁▅█"
+
+
+@pytest.mark.parametrize("leak", [0.0, 0.5])
+def test_what_stays_for_a_time_counts_beside_the_traffic_of_that_time(leak: float) -> None:
+    """Traffic halves in the middle and comes back: keys that stay 60 seconds follow it, and a leak is still seen."""
+    rate = [5.0 if 300 <= at < 450 else 10.0 for at in range(600)]
+    done = [(float(at), sum(rate[:at])) for at in range(600)]
+    keys = [(at, sum(rate[max(0, int(at) - 60) : int(at)]) + leak * at) for at, _ in done]
+    verdict = judge("keys all", of_even_traffic(keys, done, 60.0), BOUND, warm_up=0.4)
+    assert verdict.flat is (leak == 0.0), verdict
 
 
 def test_keys_of_one_kind_are_one_series() -> None:

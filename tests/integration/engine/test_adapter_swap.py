@@ -37,6 +37,7 @@ async def validate(engine: EngineUnderTest, files: dict[str, bytes]) -> adapters
     return await engine.adapters.Validate(chunks())
 
 
+@pytest.mark.thorough
 async def test_a_running_answer_keeps_its_version(engine: EngineUnderTest) -> None:
     stream = engine.stream()
     base = await engine.generate(request(PROMPT, max_tokens=60))
@@ -129,6 +130,7 @@ async def test_validate_binds_without_loading(engine: EngineUnderTest) -> None:
     assert not (await engine.status()).loaded_adapters
 
 
+@pytest.mark.thorough
 async def test_more_versions_than_slots(engine: EngineUnderTest) -> None:
     """Requests for six versions over three slots: each waits for its turn and gets its own version."""
     for seed in range(6):

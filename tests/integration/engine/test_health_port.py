@@ -102,6 +102,7 @@ def test_from_the_start_of_the_process_to_its_drain(
         process.communicate()
 
 
+@pytest.mark.thorough
 def test_a_model_that_cannot_be_loaded_ends_the_process(
     environment: dict[str, str], health_port: ClaimedPort, stub: health_pb2_grpc.HealthStub, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "body",
     [

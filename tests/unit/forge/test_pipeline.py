@@ -154,7 +154,7 @@ def test_in_its_pauses_others_have_the_device(home: Path, whole: tuple[Path, dic
     assert checkpoint_digest(home / "beside" / "model") == checkpoint_digest(whole[0])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["2-prune: digest", "3-compact: writing", "4-recover: recovering", "save: writing"])
 def test_a_run_that_is_stopped_in_a_stage_goes_on(home: Path, whole: tuple[Path, dict[str, Any]], stage: str) -> None:
     class Stopped(Exception):

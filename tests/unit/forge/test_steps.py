@@ -92,6 +92,7 @@ def test_what_is_wrong_is_told_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """The peak of the process' own memory while it writes a model many times larger."""
     config = json.loads((TINY / "config.json").read_text())

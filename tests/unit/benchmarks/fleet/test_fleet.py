@@ -62,6 +62,7 @@ def test_transfers_share_a_link() -> None:
     assert clock.run(main(), seed=0) == pytest.approx([1.2, 1.2 + 40.0 / 60.0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_trace_is_answered_and_equal_seeds_give_equal_answers(name: str) -> None:
     setting, sessions = drawn(name, seconds=8.0 if name == "agents" else 1.0)

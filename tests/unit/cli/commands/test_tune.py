@@ -60,6 +60,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "is not a checkpoint directory" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_machine_without_a_gpu_says_so_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     """The process itself; it imports torch before it knows."""
     done = CliRunner().invoke(app, ["tune", "--json"], env={"TEMPER_DEVICE": "cpu"})

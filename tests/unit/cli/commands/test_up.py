@@ -157,6 +157,7 @@ def test_loopback_is_not_exposed(host: str) -> None:
     assert not UpOptions(host=host).exposed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "args", [("--port", "0"), ("--port", "70000"), ("--device", "tpu"), ("--engines", "0"), ("--what",)]
 )

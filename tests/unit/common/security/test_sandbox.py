@@ -116,6 +116,7 @@ def test_nobody_gets_out(sandbox: Sandbox, file: Path, escape: str) -> None:
     assert (file.read_text(), file.stat().st_mode & 0o600) == (SECRET, 0o600)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fake", FAKES)
 def test_nobody_passes_by_ending(sandbox: Sandbox, fake: str) -> None:
     assert not sandbox.run(f"{FAKES[fake]}\nraise AssertionError('wrong')", LIMITS).finished

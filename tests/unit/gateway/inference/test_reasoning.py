@@ -95,6 +95,7 @@ def test_contradictions(running: Running, http: httpx.Client, fields: dict[str, 
     assert not running.engine.requests
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("per_update", [1, 3, 1000])
 @pytest.mark.parametrize(
     ("text", "fields", "count"),

@@ -101,6 +101,7 @@ def check_chat(found: dict[str, Any], right: Right) -> None:
     assert found["reason"] == ("tool_calls" if right.calls and not right.broken else "stop")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("per_update", [1, 9, 1000])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("text", "fields", "right"), CASES, ids=range(len(CASES)))
@@ -119,6 +120,7 @@ def test_chat(
     assert told.startswith(shown)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("per_update", [1, 1000])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("text", "stops", "right"), TOKENS, ids=range(len(TOKENS)))
@@ -155,6 +157,7 @@ def test_a_control_token_ends_the_answer_wherever_it_comes(running: Running, htt
     assert list(running.engine.requests[0].sampling.stop_token_ids) == [control]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("text", "fields", "right"), CASES, ids=range(len(CASES)))
 def test_messages(
@@ -196,6 +199,7 @@ def test_messages(
     assert stop["stop_sequence"] == right.stop
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("text", "fields", "right"), CASES, ids=range(len(CASES)))
 def test_responses_api(
@@ -223,6 +227,7 @@ def test_responses_api(
 # -- what the engine knows when the answer is out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fields", [{"stop": ["look"]}, {"parallel_tool_calls": False}])
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("stream", [False, True])

@@ -24,6 +24,7 @@ def sent(running: Running) -> engine_pb2.SamplingParams:
     return running.engine.requests[-1].sampling
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 @pytest.mark.parametrize(
     ("field", "kind", "value", "param"),

@@ -55,6 +55,7 @@ def talk(running: Running, *segments: bytes, pause: float = 0.0) -> bytes:
 LAST = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("target", "status"),
     [
@@ -77,6 +78,7 @@ def test_targets_may_be_whole_addresses(start: Starter, target: bytes, status: b
     assert answers[9:12] == status, answers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("upgrade", UPGRADES)
 @pytest.mark.parametrize("cuts", ["whole", "head and body", "bytes"])
 @pytest.mark.parametrize("chunked", [False, True])

@@ -59,6 +59,7 @@ ANSWERS: dict[str, tuple[str, str, str, list[list[str]]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("per_update", [1, 5, 500])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_chat(running: Running, http: httpx.Client, name: str, per_update: int) -> None:
