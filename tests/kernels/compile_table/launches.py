@@ -30,7 +30,7 @@ from kernels.gpu.train.divergence import divergence
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.head import token_scores
 from kernels.quantize import GROUP, Fp8Weight, Int4Weight
-from services.common.adapters.drafter_form import MOST_CHAINED
+from services.common.adapters.drafter_form import DrafterForm
 from services.common.jobs import LoraSettings
 from services.engine.executors.cuda import runner as runner_module
 from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
@@ -53,6 +53,7 @@ from services.engine.models.qwen3_5.training.trunk import EagerStep, Trunk
 from services.engine.models.weights import matrix as weight_matrices
 from services.engine.models.weights.matrix import Matrix
 from services.engine.scheduler.step_plan import StepPlan
+from services.engine.settings import MOST_DRAFTED_ON_GPU
 from services.pod.memory import WAITING_WRITES
 
 _CPU = torch.device("cpu")
@@ -73,12 +74,23 @@ class Start:
     state_bfloat16: bool = False
     batch_invariant: bool = False
     speculative: bool = False
+    block: int = 0
+    """Tokens of a block drafter in the place of the mtp layer."""
     rank: int = 32
     """TEMPER_MAX_LORA_RANK."""
     config: Qwen3_5Config = DENSE
     trains_in_float8: bool = False
     samples: bool = False
     """With everything that a request may ask of the sampler, which the other settings do not change."""
+
+    @property
+    def form(self) -> DrafterForm:
+        return DrafterForm(self.block)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most draft tokens of a chunk."""
+        return min(self.form.most_tokens, MOST_DRAFTED_ON_GPU) if self.speculative else 0
 
     @property
     def float8(self) -> bool:
@@ -92,6 +104,7 @@ STARTS = (
     Start("fp8", "fp8", kv_float8=True),
     Start("mtp", speculative=True, samples=True),
     Start("fp8, mtp", "fp8", kv_float8=True, state_bfloat16=True, speculative=True),
+    Start("block", speculative=True, block=16),
     Start("batch invariant", batch_invariant=True),
     Start("fp8, batch invariant", "fp8", batch_invariant=True),
     Start("35B-A3B, fp8", "fp8", config=EXPERTS),
@@ -176,6 +189,7 @@ def _model(start: Start, kernels: KernelConfigs) -> Qwen3_5:
         empty=True,
         kernels=kernels,
         mtp=start.speculative,
+        form=start.form,
         draft_head=start.speculative,
         invariant=start.batch_invariant,
     )
@@ -198,10 +212,9 @@ def _serve(start: Start, kernels: KernelConfigs) -> None:
         state_dtype=torch.bfloat16 if start.state_bfloat16 else torch.float32,
         draft_layers=int(start.speculative),
         waiting_writes=WAITING_WRITES,
-        verified_rows=verified_rows(_SEQUENCES, MOST_CHAINED) if start.speculative else 0,
+        verified_rows=verified_rows(_SEQUENCES, start.draft_tokens) if start.speculative else 0,
     )
-    draft_tokens = MOST_CHAINED if start.speculative else 0
-    limits = RunnerLimits(_SEQUENCES, 8192, 1024, largest_graph=256, mixed_tokens=3840, draft_tokens=draft_tokens)
+    limits = RunnerLimits(_SEQUENCES, 8192, 1024, largest_graph=256, mixed_tokens=3840, draft_tokens=start.draft_tokens)
     lora = LoraSlots(start.config, 9, start.rank, torch.bfloat16, _CPU, invariant=start.batch_invariant)
     # On a GPU adapters reach their slots by a kernel.
     lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(start.config, start.rank))
