@@ -18,7 +18,9 @@ KEPT = timedelta(minutes=15)
 """Age to which the log stays: who reads it are parts of the same process, which are seconds behind."""
 _EVERY_SECONDS = 60.0
 _MOST = 60
-"""Files that one look removes: whoever looks after processes does not wait long, and a minute makes one file."""
+"""Files that one look removes: a minute makes one."""
+_LONGEST_SECONDS = 2.0
+"""Longest look, beside the request under way: whoever looks after processes waits for it."""
 
 
 class ChangeLog:
@@ -54,11 +56,13 @@ class ChangeLog:
             return
 
     def _remove(self, before: datetime) -> None:
-        left = _MOST
+        left, until = _MOST, time.monotonic() + _LONGEST_SECONDS
         for day in self._entries(PLACE):
             files = self._entries(day["FullPath"])
             old = [file for file in files if datetime.fromisoformat(file["Mtime"]) < before]
             for file in old[:left]:
+                if time.monotonic() > until:
+                    return
                 self._pool.request("DELETE", self._url + file["FullPath"])
             if not files and datetime.fromisoformat(day["Mtime"]) < before:
                 self._pool.request("DELETE", self._url + day["FullPath"], fields={"recursive": "true"})

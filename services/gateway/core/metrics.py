@@ -392,7 +392,7 @@ class GatewayMetrics:
         )
         self.routed = Counter(
             "temper_gateway_routed",
-            "Requests sent to engines by what decided: session, adapter, prefix, hash, or only one engine.",
+            "Requests sent to engines by what decided: session, choices, adapter, prefix, hash, or only one engine.",
             ("by",),
             registry=self.registry,
         )

@@ -245,7 +245,13 @@ class EnginePool:
     # -- requests
 
     async def pick(
-        self, route: Route, affinity: Affinity, *, avoid: frozenset[EngineClient], deadline: float
+        self,
+        route: Route,
+        affinity: Affinity,
+        *,
+        avoid: frozenset[EngineClient],
+        beside: EngineClient | None = None,
+        deadline: float,
     ) -> EngineClient:
         """An engine for a request. Waits for one until ``deadline`` (loop time) if one was ready a short while ago.
 
@@ -253,6 +259,7 @@ class EnginePool:
             route: what matters of the request.
             affinity: what its client says.
             avoid: engines that are asked only if there is no other.
+            beside: the engine that other choices of its prompt go to.
 
         Raises:
             Unavailable: there is none.
@@ -263,7 +270,7 @@ class EnginePool:
                 raise Unavailable(self._ending, retry_after=1.0)
             usable = self._usable(composes=route.composed)
             if usable:
-                return self._choose([c for c in usable if c not in avoid] or usable, route, affinity)
+                return self._choose([c for c in usable if c not in avoid] or usable, route, affinity, beside)
             if route.composed and self._usable():
                 raise Unavailable(
                     "the engines are of an earlier release, which composes no adapters: upgrade them, or name one"
@@ -345,7 +352,9 @@ class EnginePool:
         while len(self._sessions) > self._settings.sticky_sessions:
             self._sessions.popitem(last=False)
 
-    def _choose(self, usable: list[EngineClient], route: Route, affinity: Affinity) -> EngineClient:
+    def _choose(
+        self, usable: list[EngineClient], route: Route, affinity: Affinity, beside: EngineClient | None
+    ) -> EngineClient:
         session = affinity.session
         sticky = None if session is None else self._sessions.get((affinity.owner, session))
         # Whatever else is to be had elsewhere: what the session has computed is there, and its adapter.
@@ -355,6 +364,9 @@ class EnginePool:
         elif len(usable) == 1:
             client = usable[0]
             self._metrics.routed.labels("only").inc()
+        elif beside in usable:
+            client = beside
+            self._metrics.routed.labels("choices").inc()
         else:
             address, reason = choose([c.candidate(route) for c in usable], route, new_session=session)
             client = self._clients[address]

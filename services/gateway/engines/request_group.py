@@ -34,9 +34,16 @@ class Engines(Protocol):
     """Engines that a request group may ask."""
 
     async def pick(
-        self, route: Route, affinity: Affinity, *, avoid: frozenset[EngineClient], deadline: float
+        self,
+        route: Route,
+        affinity: Affinity,
+        *,
+        avoid: frozenset[EngineClient],
+        beside: EngineClient | None,
+        deadline: float,
     ) -> EngineClient:
-        """An engine, not of ``avoid`` if there is another; waits for one until ``deadline`` (loop time)."""
+        """An engine, ``beside`` if it may be given a request, and not of ``avoid`` if there is another; waits for one
+        until ``deadline`` (loop time)."""
         ...
 
     def untried(self, tried: frozenset[EngineClient]) -> bool:
@@ -179,9 +186,8 @@ class RequestGroup:
 
     async def _place(self, index: int, *, until: float) -> None:
         route, tried = self._route(index), self._tried[index]
-        client = self._beside(index)
-        if client is None:
-            client = await self._engines.pick(route, self._affinity, avoid=tried, deadline=min(until, self._expires))
+        until, beside = min(until, self._expires), self._beside(index)
+        client = await self._engines.pick(route, self._affinity, avoid=tried, beside=beside, deadline=until)
         if asyncio.get_running_loop().time() >= self._expires:
             raise self._late()
         self._attempts[index] += 1
@@ -189,13 +195,10 @@ class RequestGroup:
         client.submit(self._requests[index], index, self._queue, route)
 
     def _beside(self, index: int) -> EngineClient | None:
-        """The engine of the choices that this one goes together with; None: it is the first of them, or that engine
-        has refused it or takes nothing now."""
+        """The engine of the choices that this one goes together with; None: it is the first of them."""
         of_its_prompt = index % (len(self._requests) // len(self._prompts))
         first = index - of_its_prompt % _TOGETHER
-        if first == index or self._tried[index] or (client := self._at.get(first)) is None:
-            return None
-        return client if client.ready else None
+        return None if first == index else self._at.get(first)
 
     async def _lost(self, index: int, lost: StreamBroken) -> None:
         reason = lost.reason

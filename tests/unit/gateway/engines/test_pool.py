@@ -76,16 +76,6 @@ def names() -> Names:
     return Names()
 
 
-@pytest.fixture
-async def engines() -> AsyncIterator[list[FakeEngine]]:
-    made = [FakeEngine() for _ in range(3)]
-    for engine in made:
-        await engine.start()
-    yield made
-    for engine in made:
-        await engine.stop()
-
-
 Maker = Callable[..., EnginePool]
 
 

@@ -10,21 +10,11 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.engines.load_balancing import Affinity
+from services.gateway.engines.load_balancing import Affinity, route_of
 from services.gateway.engines.pool import EnginePool
 from services.gateway.settings import GatewaySettings
 from tests.stack import PATIENCE
 from tests.unit.gateway.fake_engine import FakeEngine, fails
-
-
-@pytest.fixture
-async def engines() -> AsyncIterator[list[FakeEngine]]:
-    made = [FakeEngine() for _ in range(3)]
-    for engine in made:
-        await engine.start()
-    yield made
-    for engine in made:
-        await engine.stop()
 
 
 @pytest.fixture
@@ -62,6 +52,10 @@ async def answered(pool: EnginePool, prompts: list[list[int]], choices: int) -> 
     assert min(tokens.values()) > 0
 
 
+def routed(pool: EnginePool, by: str) -> float:
+    return pool._metrics.routed.labels(by)._value.get()
+
+
 def shares(engines: list[FakeEngine]) -> dict[str, list[int]]:
     """How many choices of each prompt every engine was asked for, most first."""
     counts = [Counter(request.request_id.split("-")[0] for request in engine.requests) for engine in engines]
@@ -72,6 +66,21 @@ def shares(engines: list[FakeEngine]) -> dict[str, list[int]]:
 async def test_choices_of_a_prompt_are_together(engines: list[FakeEngine], pool: EnginePool) -> None:
     await answered(pool, [[number] * 40 for number in range(4)], choices=16)
     assert shares(engines) == {str(number): [16] for number in range(4)}
+    assert routed(pool, "choices") == 4 * 15
+
+
+async def test_an_engine_that_fails_gets_no_further_choices(engines: list[FakeEngine], pool: EnginePool) -> None:
+    """What only its first request was to try."""
+    await answered(pool, [[7] * 40], choices=2)
+    chosen = next(engine for engine in engines if engine.requests)
+    client = next(one for one in pool.clients if one.address.endswith(f":{chosen.port}"))
+    asked = engine_pb2.GenerateRequest(prompt_token_ids=[7] * 40, adapter=engine_pb2.AdapterRef(attached=True))
+    route = route_of(asked, [7] * 40, Affinity())
+    for _ in range(20):
+        client.breaker.failed()
+    assert not client.breaker.admits
+    deadline = asyncio.get_running_loop().time() + PATIENCE
+    assert await pool.pick(route, Affinity(), avoid=frozenset(), beside=client, deadline=deadline) is not client
 
 
 async def test_many_choices_are_shared_out(engines: list[FakeEngine], pool: EnginePool) -> None:
