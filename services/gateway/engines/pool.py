@@ -245,13 +245,7 @@ class EnginePool:
     # -- requests
 
     async def pick(
-        self,
-        route: Route,
-        affinity: Affinity,
-        *,
-        avoid: frozenset[EngineClient],
-        beside: EngineClient | None = None,
-        deadline: float,
+        self, route: Route, affinity: Affinity, *, avoid: frozenset[EngineClient], deadline: float
     ) -> EngineClient:
         """An engine for a request. Waits for one until ``deadline`` (loop time) if one was ready a short while ago.
 
@@ -259,7 +253,6 @@ class EnginePool:
             route: what matters of the request.
             affinity: what its client says.
             avoid: engines that are asked only if there is no other.
-            beside: the engine that other choices of its prompt go to.
 
         Raises:
             Unavailable: there is none.
@@ -270,15 +263,22 @@ class EnginePool:
                 raise Unavailable(self._ending, retry_after=1.0)
             usable = self._usable(composes=route.composed)
             if usable:
-                return self._choose([c for c in usable if c not in avoid] or usable, route, affinity, beside)
+                return self._choose([c for c in usable if c not in avoid] or usable, route, affinity)
             if route.composed and self._usable():
                 raise Unavailable(
                     "the engines are of an earlier release, which composes no adapters: upgrade them, or name one"
                 )
             now = loop.time()
             if now >= deadline or now - self._last_ready > self._settings.engine_retry_seconds:
-                raise Unavailable(self._why_none(), retry_after=2.0)
+                why = f": {ASLEEP}" if self._asleep else ""
+                raise Unavailable(f"no engine is ready to take requests{why}", retry_after=2.0)
             await self._changed(deadline - now)
+
+    def joined(self, client: EngineClient, route: Route) -> bool:
+        """Counts a request that goes where other choices of its prompt are; False: that engine may be given none."""
+        if usable := self._ending is None and client in self._usable(composes=route.composed):
+            self._metrics.routed.labels("choices").inc()
+        return usable
 
     async def started(self, patience: float) -> None:
         """Returns when an engine is ready, sleeps, the gateway ends, or the request has waited as long as it may.
@@ -305,10 +305,6 @@ class EnginePool:
             await asyncio.wait((waiter,), timeout=min(0.5, seconds))
         finally:
             self._waiters.discard(waiter)
-
-    def _why_none(self) -> str:
-        """Reason why no request can be sent."""
-        return f"no engine is ready to take requests{f': {ASLEEP}' if self._asleep else ''}"
 
     @property
     def _asleep(self) -> bool:
@@ -352,9 +348,7 @@ class EnginePool:
         while len(self._sessions) > self._settings.sticky_sessions:
             self._sessions.popitem(last=False)
 
-    def _choose(
-        self, usable: list[EngineClient], route: Route, affinity: Affinity, beside: EngineClient | None
-    ) -> EngineClient:
+    def _choose(self, usable: list[EngineClient], route: Route, affinity: Affinity) -> EngineClient:
         session = affinity.session
         sticky = None if session is None else self._sessions.get((affinity.owner, session))
         # Whatever else is to be had elsewhere: what the session has computed is there, and its adapter.
@@ -364,9 +358,6 @@ class EnginePool:
         elif len(usable) == 1:
             client = usable[0]
             self._metrics.routed.labels("only").inc()
-        elif beside in usable:
-            client = beside
-            self._metrics.routed.labels("choices").inc()
         else:
             address, reason = choose([c.candidate(route) for c in usable], route, new_session=session)
             client = self._clients[address]
@@ -449,13 +440,12 @@ class EnginePool:
         Raises:
             Unavailable: fewer were found and not every engine could be asked.
         """
-        found: dict[str, engine_pb2.Rollout] = {}
         results = await asyncio.gather(
             *(client.rollouts(completion_ids, timeout=10.0) for client in self.clients), return_exceptions=True
         )
-        for result in results:
-            if not isinstance(result, BaseException):
-                found.update((rollout.completion_id, rollout) for rollout in result)
+        found = {
+            one.completion_id: one for result in results if not isinstance(result, BaseException) for one in result
+        }
         failed = next((result for result in results if isinstance(result, BaseException)), None)
         if len(found) < at_least and failed is not None:
             raise failed

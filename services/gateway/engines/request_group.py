@@ -34,16 +34,13 @@ class Engines(Protocol):
     """Engines that a request group may ask."""
 
     async def pick(
-        self,
-        route: Route,
-        affinity: Affinity,
-        *,
-        avoid: frozenset[EngineClient],
-        beside: EngineClient | None,
-        deadline: float,
+        self, route: Route, affinity: Affinity, *, avoid: frozenset[EngineClient], deadline: float
     ) -> EngineClient:
-        """An engine, ``beside`` if it may be given a request, and not of ``avoid`` if there is another; waits for one
-        until ``deadline`` (loop time)."""
+        """An engine, not of ``avoid`` if there is another; waits for one until ``deadline`` (loop time)."""
+        ...
+
+    def joined(self, client: EngineClient, route: Route) -> bool:
+        """A request is to go where other choices of its prompt are; False: that engine may be given none."""
         ...
 
     def untried(self, tried: frozenset[EngineClient]) -> bool:
@@ -186,19 +183,19 @@ class RequestGroup:
 
     async def _place(self, index: int, *, until: float) -> None:
         route, tried = self._route(index), self._tried[index]
-        until, beside = min(until, self._expires), self._beside(index)
-        client = await self._engines.pick(route, self._affinity, avoid=tried, beside=beside, deadline=until)
+        client = self._at.get(self._first(index))
+        if client is None or tried or not self._engines.joined(client, route):
+            client = await self._engines.pick(route, self._affinity, avoid=tried, deadline=min(until, self._expires))
         if asyncio.get_running_loop().time() >= self._expires:
             raise self._late()
         self._attempts[index] += 1
         self._at[index] = client
         client.submit(self._requests[index], index, self._queue, route)
 
-    def _beside(self, index: int) -> EngineClient | None:
-        """The engine of the choices that this one goes together with; None: it is the first of them."""
+    def _first(self, index: int) -> int:
+        """Index of the first of the choices that go together with this one."""
         of_its_prompt = index % (len(self._requests) // len(self._prompts))
-        first = index - of_its_prompt % _TOGETHER
-        return None if first == index else self._at.get(first)
+        return index - of_its_prompt % _TOGETHER
 
     async def _lost(self, index: int, lost: StreamBroken) -> None:
         reason = lost.reason

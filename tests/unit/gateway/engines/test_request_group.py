@@ -79,8 +79,9 @@ async def test_an_engine_that_fails_gets_no_further_choices(engines: list[FakeEn
     for _ in range(20):
         client.breaker.failed()
     assert not client.breaker.admits
-    deadline = asyncio.get_running_loop().time() + PATIENCE
-    assert await pool.pick(route, Affinity(), avoid=frozenset(), beside=client, deadline=deadline) is not client
+    assert not pool.joined(client, route)
+    others = [one for one in pool.clients if one is not client]
+    assert all(pool.joined(one, route) for one in others)
 
 
 async def test_many_choices_are_shared_out(engines: list[FakeEngine], pool: EnginePool) -> None:
