@@ -443,9 +443,7 @@ class EnginePool:
         results = await asyncio.gather(
             *(client.rollouts(completion_ids, timeout=10.0) for client in self.clients), return_exceptions=True
         )
-        found = {
-            one.completion_id: one for result in results if not isinstance(result, BaseException) for one in result
-        }
+        found = {one.completion_id: one for some in results if not isinstance(some, BaseException) for one in some}
         failed = next((result for result in results if isinstance(result, BaseException)), None)
         if len(found) < at_least and failed is not None:
             raise failed
