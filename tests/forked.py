@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.integration.toy", "cli.main"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.integration.toy", "cli.main"])
+"""Starts processes that have the imports and no thread of the tests' own: what a fork of the tests would inherit."""
 
 
 class ForkedProcess:
@@ -36,7 +37,7 @@ class ForkedProcess:
         directory: Path | None = None,
     ) -> None:
         places = (log, output, directory)
-        self._process = _CONTEXT.Process(target=_run, args=(target, args, dict(environment), *places))
+        self._process = CONTEXT.Process(target=_run, args=(target, args, dict(environment), *places))
         self._process.start()
 
     def poll(self) -> int | None:

@@ -28,7 +28,7 @@ from services.forge.pipeline.work import Work
 from services.forge.steps import verify_step
 from services.pod.forging.local import evaluate_directory, machine, run
 from tests.training_support import CountingGate
-from tests.unit.forge.breaking_off import in_child, killed_at
+from tests.unit.forge.breaking_off import KilledAt, in_child
 from tests.unit.forge.models import TINY, reference_logits
 
 RECOVER = {"method": "distill", "steps": 3, "batch_tokens": 16, "save_every": 1, "eval_every": 1, "held_out_share": 0.3}
@@ -104,16 +104,22 @@ MOMENTS = [
 def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
     home: Path, whole: tuple[Path, dict[str, Any]], moments: list[tuple[str, int]]
 ) -> None:
-    file = recipe(home, output="broken/model")
-    stopped = [in_child(lambda moment=moment: forge(file, killed_at(*moment))) for moment in moments]  # type: ignore[misc]
+    broken = home / f"broken-{len(moments)}" / "model"
+    file = recipe(home, output=f"{broken.parent.name}/model")
+    stopped = [in_child(forge, file, KilledAt(*moment)) for moment in moments]
     assert stopped == [-signal.SIGKILL] * len(stopped)
     seen: list[str] = []
     result = forge(file, lambda what, done, total: seen.append(what))
     assert seen[-1] == "11/11 save: writing"
     assert not any("answering" in what or "activations" in what for what in seen), "nothing is done twice"
-    assert files(home / "broken" / "model") == files(whole[0])
+    assert files(broken) == files(whole[0])
     assert result | {"out": ""} == whole[1] | {"out": ""}
-    assert [path.name for path in (home / "broken").iterdir()] == ["model"], "the work directory is gone"
+    assert [path.name for path in broken.parent.iterdir()] == ["model"], "the work directory is gone"
+
+
+def killed_while_it_tidies(file: Path) -> None:
+    with patch("services.forge.pipeline.work._remove", lambda path: os.kill(os.getpid(), signal.SIGKILL)):
+        forge(file)
 
 
 def test_killed_behind_its_last_step_it_has_ended(home: Path) -> None:
@@ -121,12 +127,7 @@ def test_killed_behind_its_last_step_it_has_ended(home: Path) -> None:
     (home / "one.jsonl").write_text('{"prompt": "What is 1 plus 1?", "expected": "2"}\n')
     (home / "one.json").write_text('{"scorer": {"type": "exact"}, "sampling": {"max_tokens": 2}}')
     file = recipe(home, output="tidied/model", **changes)
-
-    def killed_while_it_tidies() -> None:
-        with patch("services.forge.pipeline.work._remove", lambda path: os.kill(os.getpid(), signal.SIGKILL)):
-            forge(file)
-
-    assert in_child(killed_while_it_tidies) == -signal.SIGKILL
+    assert in_child(killed_while_it_tidies, file) == -signal.SIGKILL
     there, work = files(home / "tidied" / "model"), home / "tidied" / "model.work"
     shutil.rmtree(next(work.glob("cycle-*-3-compact-*")))
     for other in ({"quantize": "float8"}, {"suites": []}, {"sign": None}, {"seed": 1}):
@@ -179,7 +180,11 @@ def test_a_run_that_is_stopped_in_a_stage_goes_on(home: Path, whole: tuple[Path,
     assert checkpoint_digest(home / f"stopped-{stage[0]}" / "model") == checkpoint_digest(whole[0])
 
 
-def test_killed_while_it_reads_suites_it_gives_their_versions_the_same_numbers(home: Path, tmp_path: Path) -> None:
+def suites(home: Path, work: Path) -> Suites:
+    return Suites.of_files([home / "sums.jsonl"], Work(work))
+
+
+def killed_while_it_reads_suites(home: Path, work: Path) -> None:
     put = DirectoryStore.put
 
     def killed(self: DirectoryStore, key: str, *rest: Any, **more: Any) -> str:
@@ -187,13 +192,14 @@ def test_killed_while_it_reads_suites_it_gives_their_versions_the_same_numbers(h
             os.kill(os.getpid(), signal.SIGKILL)
         return put(self, key, *rest, **more)
 
-    def suites() -> Suites:
-        return Suites.of_files([home / "sums.jsonl"], Work(tmp_path))
-
     with patch.object(DirectoryStore, "put", killed):
-        assert in_child(suites) == -signal.SIGKILL
-    assert list(suites().digests) == ["sums@1"]
-    assert list(suites().digests) == ["sums@1"]
+        suites(home, work)
+
+
+def test_killed_while_it_reads_suites_it_gives_their_versions_the_same_numbers(home: Path, tmp_path: Path) -> None:
+    assert in_child(killed_while_it_reads_suites, home, tmp_path) == -signal.SIGKILL
+    assert list(suites(home, tmp_path).digests) == ["sums@1"]
+    assert list(suites(home, tmp_path).digests) == ["sums@1"]
 
 
 def test_what_is_saved_loads_verifies_and_tells_its_quality(home: Path, whole: tuple[Path, dict[str, Any]]) -> None:
@@ -313,15 +319,15 @@ def test_what_is_there_already_needs_no_room_on_the_disk(home: Path, tmp_path: P
         assert forge(file, dry_run=True, work=tmp_path)["plan"]["disk_bytes"] == plan["disk_bytes"]
 
 
+def on_a_full_disk(file: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))  # what is longer cannot be written
+    forge(file)
+
+
 def test_a_disk_that_is_full_in_the_middle_loses_nothing(home: Path) -> None:
     file = recipe(home, output="full/model", suites=[], recover=None)
-
-    def on_a_full_disk() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))  # what is longer cannot be written
-        forge(file)
-
-    assert in_child(on_a_full_disk) == 3, "an error that says what is wrong"
+    assert in_child(on_a_full_disk, file) == 3, "an error that says what is wrong"
     assert not (home / "full" / "model").exists()
     assert list((home / "full" / "model.work").glob("cycle-01-2-prune-*")), "what was done stays"
 

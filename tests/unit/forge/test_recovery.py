@@ -31,7 +31,7 @@ from services.forge.recovery.sampling import OfflineSampler
 from services.forge.recovery.settings import RecoveryReport, RecoverySettings
 from services.forge.steps import compact_step
 from tests.training_support import write_checkpoint
-from tests.unit.forge.breaking_off import in_child, killed_at
+from tests.unit.forge.breaking_off import KilledAt, in_child
 from tests.unit.forge.models import BAR, TINY, make_cut, our_logits, reference_logits
 
 KEPT: dict[str, tuple[int, ...]] = {"mlp_channels": tuple(range(32)), "kv_groups": (1,), "layers": (0, 1, 3)}
@@ -125,6 +125,11 @@ def loss_of(directory: Path, data: Path) -> float:
     return float(torch.cat(losses).mean())
 
 
+def killed_as_it_recovers(words: list[str]) -> None:
+    with patch("services.forge.__main__.Reporter", lambda: KilledAt("recovering", 2)):
+        main(words)
+
+
 def test_a_killed_run_ends_in_the_same_bytes(
     cut: Path, base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,17 +141,16 @@ def test_a_killed_run_ends_in_the_same_bytes(
         *("--optimizer-states", "8bit", "--on-policy", 0.5, "--recompute", "none", "--seed", 3, "--device", "cpu"),
     ]
 
-    def command(out: Path, *more: str) -> int:
-        return main([*(str(one) for one in [*arguments, "--out", out, "--state", out.with_name("state")]), *more])
+    def words(out: Path) -> list[str]:
+        return [str(one) for one in [*arguments, "--out", out, "--state", out.with_name("state")]]
 
-    def killed() -> None:
-        with patch("services.forge.__main__.Reporter", lambda: killed_at("recovering", 2)):
-            command(broken)
+    def command(out: Path, *more: str) -> int:
+        return main([*words(out), *more])
 
     assert command(straight, "--dry-run") == 0
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])["plan"]
     assert not straight.parent.exists()
-    assert in_child(killed) == -signal.SIGKILL
+    assert in_child(killed_as_it_recovers, words(broken)) == -signal.SIGKILL
     assert not broken.exists()
     assert list(broken.with_name("state").rglob("state.safetensors"))
     assert command(broken) == command(straight) == 0
