@@ -22,6 +22,8 @@ _COMMON = "all"
 """Name of the adapter that every engine has."""
 _FOUND_SECONDS = 10.0
 """More than gateways need to find an engine by its name."""
+_MORE_THAN_ALL = 3.0
+"""Load of a fleet whose throughput is measured: requests wait, and batches are as large as they become."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,22 @@ def trace(options: Options, name: str) -> dict[str, Any]:
     return {"scenario": "trace", "trace": name} | beside_ideal(setting, simulate(setting, sessions), best)
 
 
-def scale(options: Options, name: str = "chat") -> dict[str, Any]:
-    """Throughput of 1, 2, 4 and more engines, each fleet with as much traffic an engine."""
+def scale(options: Options, name: str = "chat", drawn: int = 32) -> dict[str, Any]:
+    """Throughput of 1, 2, 4 and more engines, each fleet with as much traffic an engine.
+
+    That is more than engines can do: of less, a fleet of any size answers what it is asked. Small fleets play several
+    traces, as what one of them is asked depends on its draw.
+
+    Args:
+        drawn: so many engines at least are asked something for each size.
+    """
     found: dict[int, float] = {}
     count = 1
     while count <= options.engines:
         gateways = max(1, options.gateways * count // options.engines)
-        setting, sessions = _setting(replace(options, engines=count, gateways=gateways), name)
-        found[count] = throughput(simulate(setting, sessions), options.seconds)
+        seeds = range(options.seed, options.seed + max(1, drawn // count))
+        each = [replace(options, engines=count, gateways=gateways, load=_MORE_THAN_ALL, seed=seed) for seed in seeds]
+        found[count] = sum(throughput(simulate(*_setting(one, name)), options.seconds) for one in each) / len(each)
         count *= 2
     rates = list(found.values())
     if not all(rates):
@@ -67,6 +77,7 @@ def scale(options: Options, name: str = "chat") -> dict[str, Any]:
     return {
         "scenario": "scale",
         "trace": name,
+        "load": _MORE_THAN_ALL,
         "output_tokens_per_s": {str(count): round(rate, 1) for count, rate in found.items()},
         "per_doubling": [round(more / less, 3) for less, more in pairwise(rates)],
     }

@@ -118,7 +118,7 @@ def test_a_new_version_is_everywhere_when_the_store_has_sent_it_to_all() -> None
 
 
 def test_throughput_and_latency_are_told_by_size_and_load() -> None:
-    found = scenarios.scale(replace(OPTIONS, seconds=10.0))
+    found = scenarios.scale(replace(OPTIONS, seconds=4.0), drawn=4)
     assert list(found["output_tokens_per_s"]) == ["1", "2"]
     assert len(found["per_doubling"]) == 1
     rows = scenarios.load(replace(OPTIONS, seconds=10.0), loads=(0.2, 0.8))["rows"]
