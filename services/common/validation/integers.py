@@ -29,9 +29,10 @@ def _integers(values: Any) -> Any:
 _OURS: tuple[Callable[[Any], Any], ...] = (_integer, _integers)
 
 
-def _taking_floats(schema: Any) -> Any:
+def _taking_floats(schema: Any, of: Any) -> Any:
+    """Returns the schema of model ``of`` with integers that take floats. Models in it that have theirs stay."""
     if isinstance(schema, list | tuple):
-        return type(schema)(map(_taking_floats, schema))
+        return type(schema)(_taking_floats(one, of) for one in schema)
     if not isinstance(schema, dict):
         return schema
     kind = schema.get("type")
@@ -41,7 +42,9 @@ def _taking_floats(schema: Any) -> Any:
         return core_schema.no_info_before_validator_function(_integers, schema)  # a call a list, not one a number
     if kind == "function-before" and schema["function"]["function"] in _OURS:
         return schema
-    return {key: value if key == "metadata" else _taking_floats(value) for key, value in schema.items()}
+    if kind == "model" and schema["cls"] is not of and issubclass(schema["cls"], JsonIntegers):
+        return schema
+    return {key: value if key == "metadata" else _taking_floats(value, of) for key, value in schema.items()}
 
 
 class JsonIntegers(BaseModel):
@@ -49,5 +52,7 @@ class JsonIntegers(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: CoreSchema = _taking_floats(handler(source))
+        schema: CoreSchema = handler(source)
+        if schema is not cls.__dict__.get("__pydantic_core_schema__"):  # which a model that is in another one has
+            schema = _taking_floats(schema, source)
         return schema

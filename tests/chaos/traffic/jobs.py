@@ -141,6 +141,9 @@ class Kinds(Part):
         await super().finish()
 
 
+_CONFLICTS = (("ended", " has ended: nothing to "), ("late", " is publishing its "), ("late", " is being cancelled: "))
+
+
 class Steering(Part):
     """Clients that submit a job, look at it, pause, resume and cancel it, by either gateway."""
 
@@ -218,5 +221,8 @@ def _state(response: httpx.Response) -> Any:
     if response.status_code == 404:
         return ABSENT
     if response.status_code == 409:
-        return "ended" if "has ended" in response.text else "late"
+        for result, words in _CONFLICTS:
+            if words in response.text:
+                return result
+        raise Wrong("a conflict that no operation has")
     raise Wrong("no state")
