@@ -278,7 +278,7 @@ def start() -> Iterator[Starter]:
 @pytest.fixture
 def http(running: Running) -> Iterator[httpx.Client]:
     # Without `verify=False` each client would read all certificates of this machine: 25 ms, for no one to be verified.
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as client:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as client:
         yield client
 
 
@@ -286,7 +286,7 @@ def http(running: Running) -> Iterator[httpx.Client]:
 def client(running: Running) -> Iterator[openai.OpenAI]:
     plain = openai.DefaultHttpxClient(verify=False)
     with openai.OpenAI(
-        base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=20, http_client=plain
+        base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE, http_client=plain
     ) as client:
         yield client
 
@@ -295,6 +295,6 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
 def claude(running: Running) -> Iterator[anthropic.Anthropic]:
     plain = anthropic.DefaultHttpxClient(verify=False)
     with anthropic.Anthropic(
-        base_url=running.url, api_key="none", max_retries=0, timeout=20, http_client=plain
+        base_url=running.url, api_key="none", max_retries=0, timeout=PATIENCE, http_client=plain
     ) as client:
         yield client

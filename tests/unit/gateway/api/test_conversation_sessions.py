@@ -17,6 +17,7 @@ import pytest
 from services.common.security.api_keys import Scope
 from services.engine.requests.conversation_session import SessionName
 from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject
+from tests.stack import PATIENCE
 from tests.unit.engine.server.memory_sessions import MAGIC, PIECE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
@@ -40,7 +41,7 @@ def two(start: Starter) -> Running:
 
 @pytest.fixture
 def http_two(two: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=two.url, timeout=20, verify=False) as client:
+    with httpx.Client(base_url=two.url, timeout=PATIENCE, verify=False) as client:
         yield client
 
 
@@ -161,7 +162,7 @@ def test_an_export_goes_at_its_readers_pace(start: Starter) -> None:
     size = 64 * 2**20
     running.engine.histories.keep("", "talk", bytes(size))
     with (
-        httpx.Client(base_url=running.url, timeout=20, verify=False) as http,
+        httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http,
         http.stream("GET", f"{ROUTE}/talk/export") as exported,
     ):
         next(exported.iter_raw(1000))
@@ -199,7 +200,7 @@ def test_an_import_goes_at_the_engines_pace(running: Running) -> None:
 
 def test_imports_that_are_refused(start: Starter) -> None:
     running = start(max_session_bytes=2**20)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         damaged = http.put(f"{ROUTE}/x/import", content=b"something else")
         assert "not an exported session" in error_of(damaged, 400)["message"]
         assert damaged.headers["connection"] == "close"
@@ -220,7 +221,7 @@ def test_an_engine_lost_in_the_middle_of_an_export(start: Starter) -> None:
     running = start(send_buffer=65536)
     running.engine.histories.keep("", "talk", bytes(64 * 2**20))
     with (
-        httpx.Client(base_url=running.url, timeout=20, verify=False) as http,
+        httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http,
         http.stream("GET", f"{ROUTE}/talk/export") as exported,
     ):
         parts = exported.iter_raw(1000)
@@ -308,7 +309,7 @@ def test_sessions_are_their_keys(tmp_path: Path, start: Starter) -> None:
     running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
     ids = {name: entry.id for name, entry in keys.entries.items()}
     running.engine.histories.keep(ids["one"], "talk", b"secret")
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         one, two, boss = (keys.bearer(name) for name in ("one", "two", "boss"))
         assert [entry["id"] for entry in http.get(ROUTE, headers=one).json()["data"]] == ["talk"]
         assert http.get(ROUTE, headers=two).json()["data"] == []

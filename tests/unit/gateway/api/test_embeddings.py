@@ -13,6 +13,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.gateway.protocol.pooling import EmbeddingsResponse
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, hangs
 from tests.unit.gateway.reading_engine import WIDTH, reads, vector
@@ -84,7 +85,7 @@ def test_the_policy_that_reads(running: Running, http: httpx.Client) -> None:
 def test_many_texts_with_few_places(start: Starter) -> None:
     running = start(max_choices=3, max_in_flight=3, max_inputs=20)
     running.engine.behaviour = reads()
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         body = {"model": MODEL, "input": [[97 + n] for n in range(20)], "normalize": False}
         answer = http.post("/v1/embeddings", json=body)
         assert [entry["embedding"][0] for entry in answer.json()["data"]] == [97.0 + n for n in range(20)]

@@ -11,6 +11,7 @@ import pytest
 
 from services.common.jobs import JobState, KtoJob
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.cli.runner import temper
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import Keys
@@ -103,7 +104,7 @@ def test_what_a_policy_cannot_be(
 
 def test_the_controller_goes_from_data_to_promotion(start: Starter) -> None:
     running = start(learners=True)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         one = made(http, gate={"metric": "eval_loss"}, settings={"eval_fraction": 0.2})
 
         def state() -> dict[str, Any]:
@@ -139,7 +140,7 @@ def test_the_controller_goes_from_data_to_promotion(start: Starter) -> None:
 
 def test_a_cycle_without_rows_is_an_event(start: Starter) -> None:
     running = start(learners=True)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         http.post("/v1/learners", json={**POLICY, "data": {}})
         running.wait_for(lambda: http.get("/v1/learners/l").json()["outcome"] == "failed")
         one = http.get("/v1/learners/l").json()

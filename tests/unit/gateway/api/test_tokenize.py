@@ -123,7 +123,7 @@ def test_detokenize_refuses(http: httpx.Client, body: dict[str, Any], param: str
 
 def test_both_are_bounded_and_leave_the_event_loop(start: Starter) -> None:
     running = start(offload_chars=0, max_in_flight=1)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         tokens = http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}).json()["tokens"]
         assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "ab"}
         assert http.get("/load").json() == {"server_load": 0}
@@ -160,7 +160,7 @@ def test_tokenizer_info(running: Running, http: httpx.Client) -> None:
 
 def test_what_routers_ask_for(start: Starter) -> None:
     running = start(FakeEngine())
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         assert http.get("/version").json() == {"version": installed_version()}
         for method, route in (("GET", "/ping"), ("POST", "/ping"), ("GET", "/health")):
             assert http.request(method, route).text == "ok"

@@ -11,6 +11,7 @@ import structlog
 
 from services.common.security.api_keys import Scope
 from services.common.telemetry.masking import mask_secrets
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.key_file import NO_REDIS, Keys
@@ -36,7 +37,7 @@ def guarded(keys: Keys) -> Iterator[Running]:
 
 @pytest.fixture
 def door(guarded: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=guarded.url, timeout=20, verify=False) as client:
+    with httpx.Client(base_url=guarded.url, timeout=PATIENCE, verify=False) as client:
         yield client
 
 

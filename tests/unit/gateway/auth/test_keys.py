@@ -17,6 +17,7 @@ from services.common.security.api_keys import KeyLimits, Scope, new_key
 from services.gateway.server.app import create_app
 from services.gateway.server.named_files import BadSetting
 from services.gateway.settings import GatewaySettings
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import says
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys, error_of
@@ -101,7 +102,7 @@ def test_a_secret_that_is_swapped_by_its_symlink(tmp_path: Path, start: Starter)
     (tmp_path / "..data").symlink_to("1")
     (tmp_path / "keys.json").symlink_to("..data/keys.json")
     running = start(api_keys_file=str(tmp_path / "keys.json"), api_keys_poll_seconds=0.05, redis_url=NO_REDIS)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         assert http.get("/v1/models", headers=first.bearer("a")).status_code == 200
         (tmp_path / "..next").symlink_to("2")
         (tmp_path / "..next").replace(tmp_path / "..data")
@@ -118,7 +119,7 @@ def test_a_stream_outlives_its_key(guarded: Running, door: httpx.Client, keys: K
         lines = stream.iter_lines()
         next(lines)
         keys.change("brief", revoked_at=datetime.now(UTC))
-        with httpx.Client(base_url=guarded.url, timeout=20, verify=False) as other:
+        with httpx.Client(base_url=guarded.url, timeout=PATIENCE, verify=False) as other:
             guarded.wait_for(lambda: other.get("/v1/models", headers=keys.bearer("brief")).status_code == 401)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     guarded.engine.behaviour = says("Hello, world")
@@ -166,7 +167,7 @@ def test_limits_of_a_key_and_of_the_gateway(tmp_path: Path, start: Starter) -> N
     keys.add("default", Scope.INFERENCE)
     keys.add("free", Scope.INFERENCE, limits=KeyLimits(requests_per_minute=0))
     running = start(api_keys_file=str(keys.path), key_requests_per_minute=3, redis_url=NO_REDIS)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         for name, allowed in (("own", 2), ("default", 3), ("free", 9)):
             for number in range(allowed):
                 answer = http.get("/v1/models", headers=keys.bearer(name))

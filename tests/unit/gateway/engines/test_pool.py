@@ -417,7 +417,7 @@ def test_sessions_in_requests(running: Running, http: httpx.Client) -> None:
 def test_engines_are_described(start: Starter) -> None:
     engine = FakeEngine(behaviour=fails(engine_pb2.ERROR_CODE_INTERNAL, "a kernel failed"))
     running = start(engine, breaker_failures=1, breaker_open_seconds=60)
-    with httpx.Client(base_url=running.url, timeout=10, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         assert http.post(ROUTE, json=CHAT).status_code == 500
         name = f"127.0.0.1:{engine.port}"
         text = http.get("/metrics").text

@@ -55,7 +55,7 @@ def test_many_clients_leave(running: Running) -> None:
 
 def test_admission_is_bounded(start: Starter) -> None:
     running = start(FakeEngine(behaviour=hangs), max_in_flight=4)
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         with running.send(ROUTE, CHAT | {"n": 3}):
             running.wait_for(lambda: running.inference.admission.in_flight == 3)
             answer = http.post(ROUTE, json=CHAT | {"n": 2})
@@ -118,7 +118,7 @@ def test_unstarted_request_waits_for_the_engine_to_come_back(running: Running, h
 def test_unstarted_request_goes_to_another_engine(start: Starter) -> None:
     left, right = FakeEngine(behaviour=dies()), FakeEngine(behaviour=dies())
     running = start(left, right)
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         for engine, other in ((left, right), (right, left)):
             engine.behaviour, other.behaviour = dies(), says("here")
             answer = http.post(ROUTE, json=CHAT)
@@ -132,7 +132,7 @@ def test_draining_engine_gets_nothing_new(start: Starter) -> None:
     running = start(left, right)
     left.draining = True
     running.wait_for(lambda: sum(client.ready for client in running.inference.engines.clients) == 1)
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         for number in range(8):
             body = CHAT | {"messages": [{"role": "user", "content": f"{number}"}]}
             assert http.post(ROUTE, json=body).status_code == 200
@@ -143,7 +143,7 @@ def test_draining_engine_gets_nothing_new(start: Starter) -> None:
 def test_affinity(start: Starter) -> None:
     left, right = FakeEngine(), FakeEngine()
     running = start(left, right)
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         for number in range(12):
             for _ in range(3):
                 http.post(ROUTE, json=CHAT | {"adapter": f"bot-{number}"})
@@ -157,7 +157,7 @@ def test_no_engine(start: Starter) -> None:
     running = start(engine_retry_seconds=0.3)
     running.run(running.engine.stop())
     running.wait_for(lambda: not running.inference.engines.ready)
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         begun = time.monotonic()
         answer = http.post(ROUTE, json=CHAT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")

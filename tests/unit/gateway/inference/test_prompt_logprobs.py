@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from services.gateway.protocol.completions import CompletionResponse
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import says
 from tests.unit.gateway.reading_engine import logprob, rank, reads, top_ids
@@ -166,7 +167,7 @@ def test_the_limit_of_an_answer(start: Starter) -> None:
     """By what is asked for, not by what comes: before an engine has it."""
     running = start(max_prompt_logprobs=12)
     running.engine.behaviour = reads()
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         for route, body, param in (
             ("completions", {"prompt": "abcde", "prompt_logprobs": 2}, "prompt_logprobs"),
             ("completions", {"prompt": "abc", "n": 5, "prompt_logprobs": 0}, "prompt_logprobs"),

@@ -11,6 +11,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.gateway.settings import GatewaySettings
+from tests.stack import PATIENCE
 from tests.unit.gateway.api.base.test_bad_input import CHAT, error_of
 from tests.unit.gateway.api.completions.test_chat import USER
 from tests.unit.gateway.conftest import MODEL, Running, Starter
@@ -65,7 +66,7 @@ def test_budget(running: Running, http: httpx.Client, fields: dict[str, Any], th
 
 def test_budgets_and_closing_are_settings(start: Starter) -> None:
     running = start(reasoning_budget_low=3, reasoning_closing="")
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         thinking = ask(running, http, reasoning_effort="low").sampling.thinking
     assert thinking.budget == 3
     assert running.engine.codec.decode(list(thinking.closing_token_ids)) == "\n</think>"

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -19,7 +20,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", BODIES)
 def test_the_engine_of_a_session_is_told_and_stays(running: Running, path: str) -> None:
-    with httpx.Client(base_url=running.url, timeout=20, trust_env=False, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, trust_env=False, verify=False) as http:
 
         def usage(**headers: str) -> dict[str, Any]:
             answer = http.post(path, json={"model": MODEL, **BODIES[path]}, headers=headers)

@@ -11,6 +11,7 @@ import pytest
 
 from services.gateway.engines import request_group as exchange
 from services.gateway.protocol.chat_response import ChatCompletion
+from tests.stack import PATIENCE
 from tests.unit.gateway.api.base.test_bad_input import CHAT
 from tests.unit.gateway.api.completions.test_chat_answers import events, plain, whole_of
 from tests.unit.gateway.api.messages import test_messages as messages_api
@@ -236,7 +237,7 @@ def test_the_end_waits_for_the_engine(start: Starter, fields: dict[str, Any], n:
     running = start(engine)
     tools = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
     body = CHAT | {"tools": tools, "chat_template_kwargs": {"enable_thinking": True}, "n": n, "stream": stream} | fields
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200
     assert len(engine.kept) == n
@@ -253,7 +254,7 @@ def _choices(answer: httpx.Response, stream: bool) -> list[dict[str, Any]]:
 def test_an_engine_that_does_not_say(start: Starter, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     monkeypatch.setattr(exchange, "_KEEP_SECONDS", 0.2)
     running = start(FakeEngine(behaviour=says("one two three", pause=0.001), keep_after=None))
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         answer = http.post("/v1/chat/completions", json=CHAT | {"stop": ["two"], "stream": stream})
     assert _choices(answer, stream)[-1]["finish_reason"] == "stop"
     assert not running.inference.engines.clients[0]._keeping

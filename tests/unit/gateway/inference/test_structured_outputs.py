@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from services.common.pb import engine_pb2
+from tests.stack import PATIENCE
 from tests.unit.gateway.api.base.test_bad_input import CHAT, TEXT, error_of
 from tests.unit.gateway.api.completions.test_chat import CALL, USER, WEATHER
 from tests.unit.gateway.conftest import MODEL, Running, Starter
@@ -135,7 +136,7 @@ def test_limits(running: Running, http: httpx.Client, field: dict[str, Any], par
 
 def test_limits_are_settings(start: Starter) -> None:
     running = start(max_regex_chars=3)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         assert http.post("/v1/completions", json=TEXT | {"guided_regex": "abc"}).status_code == 200
         assert "may have 3" in error_of(http.post("/v1/completions", json=TEXT | {"guided_regex": "abcd"}))["message"]
 

@@ -25,7 +25,7 @@ def limited(tmp_path: Path, start: Starter, **limits: int) -> tuple[Running, htt
     keys = Keys(tmp_path / "keys.json")
     keys.add("me", Scope.INFERENCE, limits=KeyLimits(**limits))
     running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
-    return running, httpx.Client(base_url=running.url, timeout=20, verify=False, headers=keys.bearer("me"))
+    return running, httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False, headers=keys.bearer("me"))
 
 
 def test_tokens_a_minute(tmp_path: Path, start: Starter) -> None:
@@ -106,7 +106,7 @@ def test_bodies_in_memory(start: Starter) -> None:
     running = start(max_body_bytes=4000, max_bodies_bytes=5000, body_timeout_seconds=3.0)
     host, port = running.url.removeprefix("http://").split(":")
     with (
-        httpx.Client(base_url=running.url, timeout=20, verify=False) as http,
+        httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http,
         socket.create_connection((host, int(port)), timeout=10) as slow,
     ):
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -128,7 +128,7 @@ def test_bodies_in_memory(start: Starter) -> None:
 
 def test_multipart_is_no_way_around_the_body_limit(start: Starter) -> None:
     running = start(max_body_bytes=2048)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         headers = {"content-type": "multipart/form-data; boundary=x"}
         for path in ("/v1/chat/completions", "/v1/train/sft"):
             assert error_of(http.post(path, content=b" " * 3000, headers=headers), 413)
@@ -167,7 +167,7 @@ def test_deadline(running: Running, http: httpx.Client) -> None:
 
 def test_messages_and_prompt_tokens(start: Starter) -> None:
     running = start(max_messages=2, max_prompt_tokens=20)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         many = CHAT | {"messages": CHAT["messages"] * 3}  # type: ignore[operator]
         assert error_of(http.post("/v1/chat/completions", json=many), 400)["param"] == "messages"
         for path, body in (
@@ -197,7 +197,7 @@ def test_origins_that_are_opened(tmp_path: Path, start: Starter) -> None:
     keys.add("page", Scope.INFERENCE)
     origins = "https://chat.example.com, http://localhost:3000"
     running = start(cors_allow_origins=origins, api_keys_file=str(keys.path), redis_url=NO_REDIS)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         for origin in ("https://chat.example.com", "http://localhost:3000"):
             answer = http.options("/v1/chat/completions", headers={"origin": origin, **PREFLIGHT})
             assert answer.status_code == 200, "a preflight has no key"
@@ -242,7 +242,7 @@ def test_redis_password_is_no_part_of_a_reason(
     keys = Keys(tmp_path / "keys.json")
     keys.add("me", Scope.INFERENCE, limits=KeyLimits(requests_per_minute=5))
     running = start(api_keys_file=str(keys.path), redis_url=SecretStr("redis://:hunter2@127.0.0.1:1/0"))
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         assert http.get("/v1/models", headers=keys.bearer("me")).status_code == 200
     running.stop()  # a line of a slow request that is written while pytest reads lands on top of the first one
     out, err = capfd.readouterr()

@@ -13,6 +13,7 @@ import pytest
 
 from services.gateway.ui import routes
 from services.gateway.ui.routes import StaticFile, StaticFiles
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 
 STATIC = Path(routes.__file__).parent / "static"
@@ -124,7 +125,7 @@ def test_files_of_another_kind_are_refused() -> None:
 
 def test_a_setting_removes_it(start: Starter) -> None:
     running: Running = start(ui=False)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as client:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as client:
         assert client.get("/ui").status_code == client.get("/ui/").status_code == 404
         assert client.get(f"/ui/assets/{StaticFiles().digest}/app.js").status_code == 404
         assert client.get("/v1/status").status_code == 200

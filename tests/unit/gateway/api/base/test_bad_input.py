@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from services.common.pb import engine_pb2
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails
 
@@ -206,7 +207,7 @@ def test_body_limit(start: Starter) -> None:
         for _ in range(size // 512):
             yield b" " * 512
 
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         headers = {"content-type": "application/json"}
         body = json.dumps(CHAT).encode()
         assert http.post("/v1/chat/completions", content=body, headers=headers).status_code == 200

@@ -12,6 +12,7 @@ import pytest
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.security.api_keys import Scope
 from services.gateway.api.surfaces import API
+from tests.stack import PATIENCE
 from tests.unit.gateway.api.adapters.test_adapters import config, upload, weights
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys, error_of
@@ -167,7 +168,7 @@ def two(tmp_path: Path, start: Starter) -> Iterator[tuple[Keys, httpx.Client]]:
     keys.add("a", Scope.ADMIN)
     keys.add("b", Scope.ADMIN)
     running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         yield keys, http
 
 

@@ -12,13 +12,14 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.evaluation.contamination.store import DataSource, TrainingHashes
 from services.common.evaluation.contamination.texts import ReadText, Turn
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.key_file import error_of
 
 
 @pytest.fixture
 def http(running: Running) -> Any:
-    with httpx.Client(base_url=running.url, timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, trust_env=False) as client:
         yield client
 
 

@@ -14,6 +14,7 @@ from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.spec import SuiteSampling
 from services.common.jobs import EvalJob, SftJob
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.api.evaluation.test_suites import suite
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import NO_REDIS, Keys, error_of
@@ -125,7 +126,7 @@ def test_runs_belong_to_their_key(start: Starter, tmp_path: Any) -> None:
     stored(running, "run-of-two", keys.entries["alice"].id)
     seen = {}
     for name in keys.entries:
-        with httpx.Client(base_url=running.url, headers=keys.bearer(name), timeout=20, trust_env=False) as caller:
+        with httpx.Client(base_url=running.url, headers=keys.bearer(name), timeout=PATIENCE, trust_env=False) as caller:
             status = caller.get("/v1/evaluations/run-of-two").status_code
             seen[name] = (status, len(caller.get("/v1/evaluations").json()["data"]))
     assert seen == {"alice": (200, 1), "bob": (404, 0), "operator": (200, 1)}

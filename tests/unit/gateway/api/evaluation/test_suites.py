@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import NO_REDIS, Keys, error_of
 
@@ -21,7 +22,7 @@ def suite(name: str = "sums", count: int = 3, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def http(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.url, timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, trust_env=False) as client:
         yield client
 
 
@@ -132,7 +133,7 @@ def test_a_name_belongs_to_its_key(start: Starter, tmp_path_factory: pytest.Temp
         keys.add(name, scope)
     door = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
     clients = {
-        name: httpx.Client(base_url=door.url, headers=keys.bearer(name), timeout=20, trust_env=False)
+        name: httpx.Client(base_url=door.url, headers=keys.bearer(name), timeout=PATIENCE, trust_env=False)
         for name in keys.entries
     }
     try:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from services.common.pb import engine_pb2
 from services.gateway.protocol.messages.response import MessageAnswer, MessageEvent
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, Send, says
 
@@ -234,7 +235,7 @@ def test_count_tokens_is_what_the_message_has(running: Running, claude: anthropi
 
 def test_long_prompts_are_tokenized_in_a_thread(start: Starter) -> None:
     running = start(offload_chars=0)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         count = http.post(f"{ROUTE}/count_tokens", json={"model": MODEL, "messages": USER})
     assert count.json() == {"input_tokens": len(running.engine.codec.encode_chat(USER))}
 

@@ -10,6 +10,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.gateway.protocol.messages.response import AnthropicErrorBody
+from tests.stack import PATIENCE
 from tests.unit.gateway.api.messages.test_messages import BODY, ROUTE, USER, WEATHER, events_of
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import dies, fails, hangs
@@ -181,7 +182,7 @@ def test_routes_that_are_not(http: httpx.Client) -> None:
 
 def test_body_limit_and_admission(start: Starter) -> None:
     running = start(max_body_bytes=2048, max_in_flight=1)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         answer = http.post(ROUTE, json=BODY | {"system": "x" * 3000})
         assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
         running.engine.behaviour = hangs

@@ -10,6 +10,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.key_file import NO_REDIS, Keys, error_of
@@ -25,7 +26,7 @@ def running(start: Starter) -> Running:
 
 @pytest.fixture
 def http(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as client:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as client:
         yield client
 
 
@@ -97,7 +98,7 @@ def test_only_an_admin_reads_them(start: Starter, tmp_path_factory: pytest.TempP
     keys.add("trainer", Scope.INFERENCE, Scope.TRAIN, Scope.ATTACH)
     keys.add("admin", Scope.ADMIN)
     running: Running = start(FakeEngine(), api_keys_file=str(keys.path), redis_url=NO_REDIS)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as client:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as client:
         error_of(client.get(LOGS), 401)
         error_of(client.get(LOGS, headers=keys.bearer("trainer")), 403)
         assert client.get(LOGS, headers=keys.bearer("admin")).status_code == 200

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, says
 from tests.unit.gateway.key_file import NO_REDIS, Keys
@@ -15,7 +16,7 @@ from tests.unit.gateway.key_file import NO_REDIS, Keys
 def test_all_engines_pause_and_go_on(start: Starter) -> None:
     engines = [FakeEngine(says("Hello")), FakeEngine(says("Hello"))]
     running: Running = start(*engines, pause_seconds=7.0)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         assert http.get("/is_paused").json() == {"is_paused": False}
         assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
         assert [engine.paused for engine in engines] == [7.0, 7.0]
@@ -35,7 +36,7 @@ def test_only_admins_pause(start: Starter, tmp_path: Path) -> None:
     keys.add("ann", Scope.INFERENCE)
     keys.add("admin", Scope.ADMIN)
     running: Running = start(FakeEngine(says("Hello")), api_keys_file=str(keys.path), redis_url=NO_REDIS)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         for path in ("/pause?mode=keep", "/resume"):
             assert http.post(path).status_code == 401
             assert http.post(path, headers=keys.bearer("ann")).status_code == 403

@@ -10,6 +10,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import KeyLimits, Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, hangs, says
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys
@@ -39,14 +40,14 @@ def behind(start: Starter, keys: Keys) -> Running:
 
 @pytest.fixture
 def guarded(behind: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=behind.url, timeout=20, verify=False) as client:
+    with httpx.Client(base_url=behind.url, timeout=PATIENCE, verify=False) as client:
         yield client
 
 
 def test_status_of_engines_and_of_the_gateway(start: Starter) -> None:
     engine = FakeEngine(says("Hello"), attached="bot@3", memory_plan=PLAN, name="card-0")
     running: Running = start(engine)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         before = http.get("/v1/status").json()
         assert before["first_token"] == {"bounds": [], "counts": [], "sum": 0.0}
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
@@ -73,7 +74,7 @@ def test_an_engine_that_is_away_has_its_reason(start: Starter) -> None:
     running: Running = start(FakeEngine(), FakeEngine(), all_ready=False)
     running.run(running.engines[1].stop())
     running.wait_for(lambda: sum(client.ready for client in running.inference.engines.clients) == 1)
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         present, away = sorted(http.get("/v1/status").json()["engines"], key=lambda engine: not engine["ready"])
         assert present["error"] is None
         assert away["ready"] is False
@@ -110,7 +111,7 @@ def test_a_caller_sees_its_requests_and_an_admin_all(behind: Running, guarded: h
 
 def test_an_engine_of_an_earlier_release_lists_nothing(start: Starter) -> None:
     running: Running = start(FakeEngine(lists_requests=False))
-    with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
         assert http.get("/v1/requests").json() == {"object": "list", "data": [], "total": 0, "unreachable": []}
 
 

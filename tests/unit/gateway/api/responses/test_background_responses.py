@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from services.common.pb import engine_pb2
 from services.gateway.protocol.responses.response import ResponseOut
 from services.gateway.settings import GatewaySettings
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, fails, hangs, says
 
@@ -40,7 +41,7 @@ def await_status(running: Running, http: httpx.Client, response_id: str, status:
 def test_life(start: Starter) -> None:
     running = start(FakeEngine(behaviour=says("slowly", pause=0.05)), response_beat_seconds=0.02)
     running.engine.attached = "bot@2"
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         response_id = begin(http)
         assert await_status(running, http, response_id, "in_progress")["output"] == []
         done = await_status(running, http, response_id, "completed")
@@ -72,7 +73,7 @@ def test_cancel(running: Running, client: openai.OpenAI, http: httpx.Client) -> 
 
 def test_deleted_or_cancelled_elsewhere(start: Starter) -> None:
     running = start(FakeEngine(behaviour=hangs), response_beat_seconds=0.02)
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         response_id = begin(http)
         running.wait_for(lambda: bool(running.engine.requests))
         assert http.delete(f"{ROUTE}/{response_id}").json() == {
@@ -111,7 +112,7 @@ def test_what_cannot_succeed_is_refused_at_once(running: Running, http: httpx.Cl
 
 def test_number_is_bounded(start: Starter) -> None:
     running = start(FakeEngine(behaviour=hangs), max_background_responses=2, shutdown_grace_seconds=0)
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         first, _ = begin(http), begin(http)
         full = http.post(ROUTE, json=ASK)
         assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
@@ -144,7 +145,7 @@ def test_gateway_stops(start: Starter) -> None:
         await chosen(engine, request, send)
 
     running = start(FakeEngine(behaviour=behave), shutdown_grace_seconds=1, response_beat_seconds=0.02)
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         late, stuck = begin(http, max_output_tokens=9), begin(http)
         await_status(running, http, stuck, "in_progress")
         running.run(_set(running.lifecycle.closing))
@@ -170,7 +171,7 @@ def test_redis_away_at_the_end(start: Starter) -> None:
         await says("done")(engine, request, send)
 
     running = start(FakeEngine(behaviour=waits), response_beat_seconds=0.02)
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         response_id = begin(http)
         running.responses.down = True
         released.set()

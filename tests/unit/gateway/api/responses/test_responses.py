@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from services.common.pb import engine_pb2
 from services.gateway.protocol.responses.events import ResponseStreamEvent as Described
 from services.gateway.protocol.responses.response import InputItemsOut, ResponseOut
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, dies, fails, hangs, says
 
@@ -359,7 +360,7 @@ def test_input_tokens(running: Running, client: openai.OpenAI) -> None:
 def test_admission(start: Starter) -> None:
     running = start(FakeEngine(), max_in_flight=1)
     held = running.inference.admission.reserve(1)
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         answer = http.post(ROUTE, json=ASK)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
         held.release()

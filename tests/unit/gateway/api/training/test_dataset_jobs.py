@@ -192,7 +192,7 @@ def test_nobody_learns_from_the_data_of_others(start: Starter, tmp_path: Path) -
     for name in ("mine", "rival"):
         keys.add(name, Scope.TRAIN, Scope.INFERENCE)
     running = start(api_keys_file=str(keys.path))
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         http.headers = keys.bearer("mine")  # type: ignore[assignment]
         job = {"adapter": "a", "attach": False, "dataset": "filed"}
         suite = {"name": "s", "dataset": "filed", "scorer": {"type": "exact"}}

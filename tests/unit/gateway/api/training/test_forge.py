@@ -13,6 +13,7 @@ import pytest
 from services.common.jobs import ForgeJob, JobState
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.api.evaluation.test_suites import suite
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
@@ -28,7 +29,7 @@ RECORD = {
 
 @pytest.fixture
 def http(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.url, timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, trust_env=False) as client:
         yield client
 
 
@@ -102,7 +103,7 @@ def test_what_cannot_run_is_refused_by_its_field(
 
 def test_a_suite_that_an_engine_may_not_score_is_refused(start: Starter) -> None:
     running = start(FakeEngine(webhooks=engine_pb2.RewardWebhooks()))
-    with httpx.Client(base_url=running.url, timeout=20, trust_env=False) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, trust_env=False) as http:
         webhook = {"type": "webhook", "url": "https://scores.example/v1"}
         assert http.post("/v1/eval/suites", json=suite("scored", scorer=webhook)).status_code == 201
         error = error_of(http.post("/v1/forge", json=BODY | {"suites": ["scored"]}), 400)
@@ -117,7 +118,7 @@ def test_runs_belong_to_their_key(start: Starter, tmp_path: Path) -> None:
     running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
     seen, run = {}, ""
     for name in keys.entries:
-        with httpx.Client(base_url=running.url, headers=keys.bearer(name), timeout=20, trust_env=False) as caller:
+        with httpx.Client(base_url=running.url, headers=keys.bearer(name), timeout=PATIENCE, trust_env=False) as caller:
             run = run or caller.post("/v1/forge", json=BODY).json()["id"]
             status = caller.get(f"/v1/forge/{run}").status_code
             seen[name] = (status, len(caller.get("/v1/forge").json()["data"]))
@@ -163,7 +164,7 @@ def test_only_its_key_and_administrators_remove_a_checkpoint(start: Starter, tmp
     running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
 
     def caller(name: str) -> httpx.Client:
-        return httpx.Client(base_url=running.url, headers=keys.bearer(name), timeout=20, trust_env=False)
+        return httpx.Client(base_url=running.url, headers=keys.bearer(name), timeout=PATIENCE, trust_env=False)
 
     with caller("alice") as alice, caller("bob") as bob, caller("operator") as operator:
         run = alice.post("/v1/forge", json=BODY).json()["id"]

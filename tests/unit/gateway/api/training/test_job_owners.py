@@ -37,7 +37,7 @@ def door(start: Starter, keys: Keys) -> Running:
 def callers(door: Running, keys: Keys) -> Iterator[dict[str, httpx.Client]]:
     """A client a key."""
     clients = {
-        name: httpx.Client(base_url=door.url, headers=keys.bearer(name), timeout=20, trust_env=False)
+        name: httpx.Client(base_url=door.url, headers=keys.bearer(name), timeout=PATIENCE, trust_env=False)
         for name in keys.entries
     }
     yield clients

@@ -13,6 +13,7 @@ from services.common.adapters.manifest import DRAFTER_CONFIG, DRAFTER_WEIGHTS
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.jobs import JOBS, ExampleJob, JobState, KtoJob
 from services.common.pb import engine_pb2
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 
@@ -62,7 +63,7 @@ def publish(running: Running, name: str, base_digest: str = "d" * 64, weights: b
 def listing(start: Starter) -> Iterator[tuple[Running, httpx.Client]]:
     """A gateway whose engine says what it allows."""
     running = start(FakeEngine(webhooks=LISTED, linear_layers=LAYERS, max_lora_rank=8))
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         yield running, http
 
 
@@ -176,7 +177,7 @@ def test_any_engine_may_take_a_job(
     """One that does not say what it allows, takes no jobs or is of an earlier release."""
     running = start(*(FakeEngine(webhooks=webhooks) for webhooks in others))
     running.wait_for(lambda: all(client.ready for client in running.inference.engines.clients))
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         answer = http.post("/v1/train/grpo", json=webhook_job("https://scores.example/v1"))
     if says is None:
         assert answer.status_code == 202, answer.text

@@ -14,6 +14,7 @@ from services.common.errors import NotFound
 from services.common.jobs import GrpoJob
 from services.common.pb import engine_pb2
 from services.common.queue.records import SPEC, spec_json
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 
 SFT = {"adapter": "bot", "examples": [{"prompt": "2+2", "completion": "4"}], "epochs": 2, "learning_rate": 1e-3}
@@ -263,7 +264,7 @@ def test_events(running: Running, http: httpx.Client) -> None:
 
 def test_a_signal_ends_readiness_and_the_closed_listener_followers(start: Starter) -> None:
     running = start()
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         job = http.post("/v1/train/sft", json=SFT).json()
 
         async def stop() -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from services.common.jobs import GrpoJob
+from tests.stack import PATIENCE
 from tests.unit.gateway.api.training.test_training import GRPO, OPD, SFT, refusal
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
@@ -298,7 +299,7 @@ def test_exact_forward_needs_room_in_the_engine(start: Starter) -> None:
     running = start(FakeEngine(max_model_len=40, max_train_tokens=100))
     completions = [{"token_ids": [1] * size, "reward": size} for size in (10, 11)]
     body = {"adapter": "bot", "groups": [{"prompt_token_ids": [1] * 30, "completions": completions}]}
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         assert http.post("/v1/train/grpo", json=body).status_code == 202
         error = refusal(http.post("/v1/train/grpo", json=body | {"exact_forward": True}))
         assert error["param"] == "groups[0].completions[1]"

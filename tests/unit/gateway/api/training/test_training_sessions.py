@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from services.common.pb import engine_pb2
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.fake_sessions import FakeSessions, refused
@@ -128,7 +129,7 @@ def test_a_failed_future_says_whose_fault_it_is(
 def test_a_new_session_goes_where_the_fewest_are_and_on_to_where_there_is_room(start: Starter) -> None:
     full, free = FakeEngine(), FakeEngine()
     running = start(full, free)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         names = []
         for count in range(1, 5):
             names.append(opened(http))
@@ -153,7 +154,7 @@ def test_a_new_session_goes_where_the_fewest_are_and_on_to_where_there_is_room(s
 def test_an_engine_that_is_back_with_another_process_has_lost_its_sessions(start: Starter) -> None:
     engine = FakeEngine()
     running = start(engine, engine_retry_seconds=60)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         session = opened(http)
         sent = send(http, session)
         running.run(engine.stop())
@@ -176,7 +177,7 @@ def test_an_engine_that_is_back_with_another_process_has_lost_its_sessions(start
 def test_an_engine_that_was_only_out_of_reach_still_has_its_sessions(start: Starter) -> None:
     engine = FakeEngine()
     running = start(engine, engine_retry_seconds=60)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         session = opened(http)
         sent = send(http, session)
         running.run(engine.stop())
@@ -192,7 +193,7 @@ def test_an_engine_that_was_only_out_of_reach_still_has_its_sessions(start: Star
 def test_an_engine_that_stays_away_counts_as_gone(start: Starter) -> None:
     engine = FakeEngine()
     running = start(engine, engine_retry_seconds=0.5)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         session = opened(http)
         running.run(engine.stop())
         deadline = time.monotonic() + 20
@@ -206,7 +207,7 @@ def test_an_engine_without_trainer_is_not_asked(start: Starter) -> None:
     engine = FakeEngine()
     engine.sessions.instance = ""
     running = start(engine)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         assert "TEMPER_TRAINER" in error_of(http.post("/v1/train/sessions", json={}), 503)["message"]
 
 
