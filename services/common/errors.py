@@ -6,7 +6,12 @@ Each class is one outcome with a stable ``code``; services map the tree to HTTP 
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
+
+_NOTHING_LEFT = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+_NO_THREAD = "can't start new thread"
+"""How CPython's threading says that the system gives none."""
 
 
 class TemperError(Exception):
@@ -124,7 +129,7 @@ class RateLimited(TemperError):
 
 
 class Overloaded(TemperError):
-    """The engine's queue is full. ``retry_after`` is in seconds."""
+    """A queue is full, or a process has nothing left to work with. ``retry_after`` is in seconds."""
 
     code = "overloaded"
 
@@ -157,3 +162,10 @@ class DeadlineExceeded(TemperError):
     """The request's deadline passed."""
 
     code = "deadline_exceeded"
+
+
+def nothing_left(error: BaseException) -> bool:
+    """True if the system gives this process no more memory, threads or file handles: no bug, and over in a while."""
+    if isinstance(error, OSError):
+        return error.errno in _NOTHING_LEFT
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD)

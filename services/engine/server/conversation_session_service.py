@@ -17,7 +17,7 @@ from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
 from services.engine.requests.conversation_session import SessionInfo, SessionName
 from services.engine.server.conversation_session_manager import ConversationSessionManager
-from services.engine.server.errors import INTERNAL_MESSAGE, status_code
+from services.engine.server.errors import status_code, to_message
 from services.engine.server.protobuf import session_name
 
 _THREADS = 4
@@ -225,10 +225,9 @@ async def _wait_for_thread(work: concurrent.futures.Future[Any]) -> None:
 
 async def _refuse(context: _Context, error: Exception) -> NoReturn:
     """Ends a call with an error; a bug is logged, and the client gets no details."""
-    if isinstance(error, TemperError):
-        await context.abort(status_code(error), error.message)
-    log.error("a call about a session failed", exc_info=error)
-    await context.abort(status_code(error), INTERNAL_MESSAGE)
+    if not isinstance(error, TemperError):
+        log.error("a call about a session failed", exc_info=error)
+    await context.abort(status_code(error), to_message(error).message)
 
 
 def session_message(info: SessionInfo) -> pb.History:

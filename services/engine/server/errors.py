@@ -29,18 +29,28 @@ INTERNAL_MESSAGE = "the engine failed on this request; its log has the details"
 """Message that a client gets for a bug, without details of the engine."""
 
 
+def _told(error: BaseException) -> BaseException:
+    """What a client is told of an error: a process that gets no memory, thread or file handle is busy."""
+    if not errors.nothing_left(error):
+        return error
+    return errors.Overloaded("the engine has no memory, thread or file handle left for this request: try again shortly")
+
+
 def error_code(error: BaseException) -> pb.ErrorCode.ValueType:
-    """Wire code of an error; any error that is no TemperError is internal."""
+    """Wire code of an error; a bug is internal."""
+    error = _told(error)
     return next((code for kind, code, _ in _KINDS if isinstance(error, kind)), pb.ERROR_CODE_INTERNAL)
 
 
 def status_code(error: BaseException) -> grpc.StatusCode:
     """gRPC status of an error that ends a whole call."""
+    error = _told(error)
     return next((status for kind, _, status in _KINDS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 def to_message(error: BaseException) -> pb.Error:
     """Error message for a frame."""
+    error = _told(error)
     if isinstance(error, errors.TemperError):
         return pb.Error(code=error_code(error), message=error.message, param=error.param or "")
     return pb.Error(code=pb.ERROR_CODE_INTERNAL, message=INTERNAL_MESSAGE)

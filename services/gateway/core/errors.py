@@ -39,6 +39,7 @@ from services.common.errors import (
     TemperError,
     Unauthorized,
     Unavailable,
+    nothing_left,
 )
 from services.common.pb import engine_pb2
 from services.common.validation.errors import dotted, most_telling
@@ -137,9 +138,16 @@ def _anthropic_payload(message: str, status: int, code: str | None, param: str |
 
 def payload_of(error: Exception, route: str = "") -> dict[str, Any]:
     """Error body of any exception; an unexpected one shows nothing of itself."""
-    if isinstance(error, TemperError):
-        return error_payload(error.message, status=status_of(error), code=error.code, param=error.param, route=route)
-    return error_payload("internal error; the log has the details", status=500, code="internal_error", route=route)
+    told = error if isinstance(error, TemperError) else told_of(error)
+    return error_payload(told.message, status=status_of(told), code=told.code, param=told.param, route=route)
+
+
+def told_of(error: Exception) -> TemperError:
+    """The error that is told of an unexpected one: a bug shows nothing of itself, and a process that gets no memory,
+    thread or file handle says that it is busy, as it is for a while."""
+    if nothing_left(error):
+        return Overloaded("the gateway has no memory, thread or file handle left for this request: try again shortly")
+    return TemperError("internal error; the log has the details")
 
 
 def error_response(

@@ -7,7 +7,6 @@ import time
 import uuid
 
 import structlog
-from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,7 +14,7 @@ from services.common.telemetry import tracing
 from services.common.telemetry.tracing import NO_SPAN, NO_TRACER, Span, Tracer
 from services.gateway.auth.caller import UNAUTHENTICATED
 from services.gateway.auth.route_permissions import PERMISSION, UNKNOWN
-from services.gateway.core.errors import CLIENT_CLOSED_REQUEST, error_payload, in_anthropic_form
+from services.gateway.core.errors import CLIENT_CLOSED_REQUEST, in_anthropic_form, response_of, told_of
 from services.gateway.core.metrics import GatewayMetrics
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -63,10 +62,10 @@ class RequestContext:
         with tracing.running(span.traceparent), structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)
-            except Exception:
+            except Exception as error:
                 log.exception("unhandled exception", method=scope["method"], path=scope["path"])
                 if status == 0:
-                    await _send_internal_error(send_with_id, scope["path"])
+                    await response_of(told_of(error), scope["path"])(scope, receive, send_with_id)
             finally:
                 self._account(scope, status, time.monotonic() - started, span)
                 structlog.contextvars.unbind_contextvars("completion_id")  # of generations of this request
@@ -120,14 +119,6 @@ def _route(scope: Scope) -> str:
         return str(path)
     permission = scope.get(PERMISSION, UNKNOWN)
     return "unmatched" if permission is UNKNOWN else permission.path
-
-
-async def _send_internal_error(send: Send, route: str) -> None:
-    message = "internal error; the log has the details"
-    body = to_json(error_payload(message, status=500, code="internal_error", route=route))
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 500, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 class HeadRequests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 
@@ -35,6 +36,21 @@ from services.engine.server.protobuf import update_message
 )
 def test_every_error_has_one_code_and_one_status(error: errors.TemperError, code: int, status: grpc.StatusCode) -> None:
     assert (to_message(error).code, to_message(error).message, status_code(error)) == (code, "m", status)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), OSError(errno.ENOMEM, "m"), OSError(errno.EMFILE, "m"), RuntimeError("can't start new thread")],
+)
+def test_an_engine_with_nothing_left_is_busy(error: Exception) -> None:
+    message = to_message(error)
+    assert (message.code, status_code(error)) == (pb.ERROR_CODE_OVERLOADED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert "memory, thread or file handle" in message.message
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "m"), RuntimeError("m"), KeyError("can't start new thread")])
+def test_other_errors_of_these_kinds_are_bugs(error: Exception) -> None:
+    assert to_message(error).code == pb.ERROR_CODE_INTERNAL
 
 
 def test_a_bug_tells_clients_nothing_about_our_insides() -> None:
