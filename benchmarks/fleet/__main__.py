@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="of traffic, in virtual time")
     parser.add_argument("--load", type=float, default=0.5, help="share of the engines' time that the trace takes")
     parser.add_argument("--subject", choices=("27b-h100", "4b-h200"), default="27b-h100")
+    parser.add_argument(
+        "--store-link", type=float, metavar="GB", help="that the object store sends a second, by default 12.5"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--unstretched",
@@ -63,9 +67,10 @@ def main() -> int:
     unknown = [name for name in options.scenarios if name not in run]
     if unknown:
         parser.error(f"no scenario {', '.join(unknown)}; there are {', '.join(run)}")
-    simulated = Options(
-        subject(options.subject), options.engines, options.gateways, options.seconds, options.load, options.seed
-    )
+    modelled = subject(options.subject)
+    if options.store_link is not None:
+        modelled = replace(modelled, store_link=options.store_link * 1e9)
+    simulated = Options(modelled, options.engines, options.gateways, options.seconds, options.load, options.seed)
     shared = {
         "benchmark": "fleet",
         "command": f"python -m benchmarks.fleet {' '.join(sys.argv[1:])}",
@@ -75,6 +80,7 @@ def main() -> int:
         "gateways": options.gateways,
         "seconds": options.seconds,
         "load": options.load,
+        "store_bytes_per_s": modelled.store_link,
         "seed": options.seed,
     }
     for name in options.scenarios or _SCENARIOS:
