@@ -72,8 +72,8 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     drawn = Figure(figsize=(13, 6.4), layout="constrained")
     hits, first, scale, load, spread, gaps = drawn.subplots(2, 3).flat
     traces = [row for row in rows if row["scenario"] == "trace"]
-    _bars(hits, traces, "hit_of_ideal", HIT_BAR, "hit rate, share of the ideal's")
-    _bars(first, traces, "first_token_p99_of_ideal", FIRST_TOKEN_BAR, "p99 of the first token, times the ideal's")
+    _bars(hits, traces, "hit_of_ideal", HIT_BAR, "hit rate, of the ideal's")
+    _bars(first, traces, "first_token_p99_of_ideal", FIRST_TOKEN_BAR, "p99 of first tokens, of the ideal's")
     for row in (row for row in rows if row["scenario"] == "scale"):
         rates = {int(count): rate for count, rate in row["output_tokens_per_s"].items()}
         scale.loglog(list(rates), list(rates.values()), "o-", color=_COLOR, base=2)
@@ -97,7 +97,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 
 
 def _bars(axes: Axes, traces: Sequence[Row], key: str, bar: float, label: str) -> None:
-    axes.bar([row["trace"] for row in traces], [row[key] for row in traces], color=_COLOR)
+    axes.bar(range(len(traces)), [row[key] for row in traces], color=_COLOR)
+    axes.set_xticks(range(len(traces)), [row["trace"] for row in traces], rotation=30, ha="right")
     axes.axhline(bar, color=_BAR)
-    axes.tick_params(axis="x", rotation=30)
     axes.set_ylabel(label)
