@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, Generic, TypeVar
 
 import pytest
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from services.common.validation.integers import JsonIntegers
+
+T = TypeVar("T")
 
 
 class Inner(JsonIntegers):
@@ -23,6 +26,54 @@ class Outer(JsonIntegers):
     share: float = 0.5
     inner: Inner = Inner()
     by_name: dict[str, int] = Field(default_factory=dict)
+
+
+class More(Outer):
+    """Fields of its own beside inherited ones, models in it that refer to each other, and one that is checked."""
+
+    steps: int = 1
+    tree: Tree | None = None
+    choice: Inner | Checked | None = None
+
+
+class Tree(JsonIntegers):
+    model_config = ConfigDict(strict=True)
+    size: int = 1
+    below: list[Tree] = Field(default_factory=list)
+    beside: Checked | None = None
+
+
+class Checked(JsonIntegers):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    width: int
+    tree: Tree | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Checked:
+        return self
+
+
+class Paged(JsonIntegers, Generic[T]):
+    model_config = ConfigDict(strict=True)
+    total: int = 0
+    rows: list[T] = Field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"limit": 3, "inner": {"count": 4}, "steps": 2},
+        {"tree": {"size": 1, "below": [{"size": 2, "below": [{"size": 3, "beside": {"width": 4}}]}]}},
+        {"choice": {"width": 1, "tree": {"size": 2, "below": [{"size": 3}]}}},
+        {"choice": {"count": 5}},
+    ],
+)
+def test_so_are_those_of_models_in_models(given: dict[str, Any]) -> None:
+    floats = json.loads(json.dumps(given), parse_int=float)
+    found = More.model_validate(floats).model_dump(exclude_unset=True)
+    assert repr(found) == repr(given)
+    page = Paged[More].model_validate({"total": 2.0, "rows": [floats, floats]}).model_dump(exclude_unset=True)
+    assert repr(page) == repr({"total": 2, "rows": [given, given]})
 
 
 @pytest.mark.parametrize(
