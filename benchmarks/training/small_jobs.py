@@ -90,7 +90,9 @@ class Ways:
     def _together(self) -> tuple[int, list[float]]:
         runs = [self._prepared(spec, str(number)) for number, spec in enumerate(self._specs)]
         if not self._pod.host.memory_budget.reserve_together(max(run.shared_working for run in runs)):
-            raise SystemExit(f"the memory plan has no room for {len(runs)} jobs at a time: fewer --jobs")
+            raise SystemExit(
+                f"the memory plan has no room for {len(runs)} jobs at a time: fewer --jobs, or more --train-memory"
+            )
         self._timed("examine", lambda: self._computed([run.examining() for run in runs]))
         found: list[dict[str, float]] = []
         for index in range(runs[0].total_steps):
@@ -139,9 +141,14 @@ class Ways:
         return result
 
 
-def jobs(pod: TrainingPod, count: int, tokens: int, steps: int) -> list[SftJob]:
-    """Jobs of one example of this many tokens, each of its own words."""
+def jobs(pod: TrainingPod, count: int, tokens: int, steps: int, microbatch: int | None = None) -> list[SftJob]:
+    """Jobs of one example of this many tokens, each of its own words.
+
+    Args:
+        microbatch: their max_tokens_per_microbatch; None: not given.
+    """
     texts = RandomText(pod.host.codec)
+    given = {} if microbatch is None else {"max_tokens_per_microbatch": microbatch}
     return [
         SftJob.model_validate(
             {
@@ -152,6 +159,7 @@ def jobs(pod: TrainingPod, count: int, tokens: int, steps: int) -> list[SftJob]:
                 "learning_rate": 1e-4,
                 "lora": {"rank": RANK, "alpha": 2.0 * RANK, "seed": number},
                 "prompt_format": "raw",
+                **given,
             }
         )
         for number in range(count)
@@ -176,17 +184,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="steps of each job, all on its example")
     parser.add_argument("--ways", default="alone,together", help="either or both")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--microbatch", type=int, help="the jobs' max_tokens_per_microbatch; default: not given")
+    parser.add_argument("--train-memory", default="0", help="memory of training, e.g. 40GiB; 0: the plan's")
     add_arguments(parser)
     options = parser.parse_args()
     only_warnings()
-    facts = {"jobs": options.jobs, "tokens": options.tokens, "steps": options.steps, "rank": RANK}
-    report = report_to(options, **facts)
+    sizes = {name: getattr(options, name) for name in ("jobs", "tokens", "steps", "microbatch")}
+    report = report_to(options, **sizes, rank=RANK)
     with checkpoints(options) as (student, teacher):
         model = student if options.shape == "tiny" else teacher
         with training_pod(
-            model, options.device, max_lora_rank=RANK, max_num_seqs=8, max_train_tokens=options.tokens + 8
+            model,
+            options.device,
+            max_lora_rank=RANK,
+            max_num_seqs=8,
+            max_train_tokens=options.tokens + 8,
+            train_memory_bytes=options.train_memory,
         ) as pod:
-            specs = jobs(pod, options.jobs, options.tokens, options.steps)
+            specs = jobs(pod, options.jobs, options.tokens, options.steps, options.microbatch)
             for way in options.ways.split(","):
                 Ways(pod, specs[:2]).measure(way)  # compiles
                 report({"way": way} | medians([Ways(pod, specs).measure(way) for _ in range(options.repeats)]))
