@@ -23,11 +23,10 @@ from services.common.pb import (
 from services.gateway.core.errors import engine_error
 from services.gateway.engines.channel import Channels
 from services.gateway.engines.circuit_breaker import BreakerPolicy, CircuitBreaker
+from services.gateway.engines.in_flight import InFlightRequest, InFlightRequests
 from services.gateway.engines.load_balancing import (
     TOKENS_PER_REQUEST,
     Candidate,
-    InFlightRequest,
-    InFlightRequests,
     Route,
     holds,
     named_adapter,
