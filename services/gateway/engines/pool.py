@@ -11,7 +11,7 @@ import structlog
 
 from services.common.errors import CheckpointRejected, Unavailable
 from services.common.jobs.scorers.grants import Granted
-from services.common.pb import adapters_pb2, engine_pb2
+from services.common.pb import engine_pb2
 from services.common.security.tls import Certificates
 from services.common.shutdown import ASLEEP
 from services.common.text.tokenizer import TextCodec
@@ -399,52 +399,3 @@ class EnginePool:
         if prompts is None:
             prompts = [request.prompt_token_ids for request in requests]
         return RequestGroup(self, requests, prompts, self._settings, affinity or Affinity())
-
-    # -- other calls
-
-    async def sync_adapters(self) -> list[adapters_pb2.SyncResponse]:
-        """Makes every connected engine read the adapter pointers, within a bounded time. Failures are logged: an
-        engine that was not reached reads them at its next poll."""
-        connected = [client for client in self.clients if client.connected]
-        results = await asyncio.gather(
-            *(client.sync_adapters(timeout=self._settings.sync_timeout_seconds) for client in connected),
-            return_exceptions=True,
-        )
-        answers: list[adapters_pb2.SyncResponse] = []
-        for client, result in zip(connected, results, strict=True):
-            if isinstance(result, adapters_pb2.SyncResponse):
-                answers.append(result)
-            else:
-                log.warning("engine did not sync its adapters", engine=client.address, error=str(result))
-        return answers
-
-    async def validate_adapter(self, files: dict[str, bytes]) -> adapters_pb2.ValidateResponse:
-        """Has one engine bind an adapter strictly.
-
-        Raises:
-            AdapterRejected: it does not bind.
-            Unavailable: no engine can be asked.
-        """
-        for client in self.clients:
-            if client.connected:
-                return await client.validate_adapter(files, timeout=self._settings.validate_timeout_seconds)
-        raise Unavailable("no engine is there to check the adapter", retry_after=2.0)
-
-    async def rollouts(self, completion_ids: Sequence[str], *, at_least: int) -> dict[str, engine_pb2.Rollout]:
-        """Finished completions by id, from all engines; those that none remembers are absent.
-
-        Args:
-            completion_ids: ids to look up; one completion may be asked for under two names.
-            at_least: how many a caller needs.
-
-        Raises:
-            Unavailable: fewer were found and not every engine could be asked.
-        """
-        results = await asyncio.gather(
-            *(client.rollouts(completion_ids, timeout=10.0) for client in self.clients), return_exceptions=True
-        )
-        found = {one.completion_id: one for some in results if not isinstance(some, BaseException) for one in some}
-        failed = next((result for result in results if isinstance(result, BaseException)), None)
-        if len(found) < at_least and failed is not None:
-            raise failed
-        return found
