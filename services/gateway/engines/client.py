@@ -217,14 +217,6 @@ class EngineClient:
         """Stub for calls beside the stream of requests."""
         return engine_pb2_grpc.EngineStub(self._open_channel())
 
-    async def tokenizer_files(self) -> dict[str, bytes]:
-        """Fetches the tokenizer files."""
-        chunks: dict[str, list[bytes]] = {}
-        stub = self.engine()
-        async for chunk in stub.GetTokenizerFiles(engine_pb2.GetTokenizerFilesRequest(), timeout=60):
-            chunks.setdefault(chunk.name, []).append(chunk.data)
-        return {name: b"".join(parts) for name, parts in chunks.items()}
-
     def unavailable(self, error: aio.AioRpcError, *, retry_after: float = 2.0) -> Unavailable:
         """The error for whoever waits for a call to this engine that has failed."""
         return Unavailable(f"engine {self.address} does not answer: {error.code().name}", retry_after=retry_after)

@@ -17,7 +17,8 @@ from services.gateway.api.training.trajectories import Rollouts, Sessions, resol
 from services.gateway.api.training.validation import served_limits
 from services.gateway.auth.caller import owner
 from services.gateway.engines.calls.rollouts import rollouts_by_id
-from services.gateway.engines.pool import EnginePool, ServedModel
+from services.gateway.engines.pool import EnginePool
+from services.gateway.engines.served_model import ServedModel
 
 _NAMED_IDS = 5
 
