@@ -161,8 +161,8 @@ class GenerateSettings(SentModel):
         rollouts = self.round_prompts * self.completions
         if self.cut is not None and self.cut.enough(rollouts) == rollouts:
             raise ValueError(
-                f"cut would do nothing: its fraction {self.cut.fraction:g} of the {rollouts} rollouts of a round, rounded "
-                "up, is all of them: lower it, or leave cut out"
+                f"cut would do nothing: its fraction {self.cut.fraction:g} of the {rollouts} rollouts of a round, "
+                "rounded up, is all of them: lower it, or leave cut out"
             )
         if self.eval_every is not None and not self.eval_prompts:
             raise ValueError("eval_every needs eval_prompts")

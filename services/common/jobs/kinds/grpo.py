@@ -286,8 +286,8 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
         length, made = self.max_completion_length, self.generate
         if length is not None and made is not None and length < made.most_sampled:
             raise ValueError(
-                f"max_completion_length is {length} and generate.max_tokens {made.max_tokens}, with which a rollout may "
-                f"have {made.most_sampled}: leave max_completion_length out"
+                f"max_completion_length is {length} and generate.max_tokens {made.max_tokens}, with which a rollout "
+                f"may have {made.most_sampled}: leave max_completion_length out"
             )
         return self
 

@@ -13,11 +13,11 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import NotFound
+from services.common.validation.json_text import parsed_json
 from services.gateway.api.base.queries import QueryNames
 from services.gateway.auth.route_permissions import PERMISSION, Permission
 from services.gateway.inference.context import InferenceContext
@@ -72,7 +72,7 @@ class _JsonRequest(Request):
         # which name the field.
         try:
             body = await self.body()
-            return from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=True)
+            return parsed_json(body.removeprefix(BOM_UTF8), allow_inf_nan=True)
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error
 

@@ -43,7 +43,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"lora\.rank is \d+ and the engines take at most": "the engines' limit",
     r"the engines have no second model loaded": "which models are loaded",
     r"which leaves no room for an answer": "how many tokens a text has",
-    r"is no definition of a function|arguments are an object": "what a tool's definition holds, which is the template's",
+    r"is no definition of a function|arguments are an object": "what a tool's definition holds",
     r"the chat template refuses these messages": "the model's template",
     r"the chat template does not show the end of the last message": "the model's template",
     r"a single token with nothing before it": "how many tokens a text has",
