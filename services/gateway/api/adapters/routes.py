@@ -23,6 +23,7 @@ from services.gateway.api.base.routing import Routes, multipart, provided
 from services.gateway.auth.route_permissions import ADMIN, ANY_KEY, ATTACH, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.webhook_store import WebhookStore
+from services.gateway.engines.calls.adapters import AdapterCalls
 from services.gateway.engines.pool import EnginePool
 from services.gateway.protocol.models import AdapterPath, VersionRequest
 from services.gateway.settings import GatewaySettings
@@ -37,6 +38,7 @@ class AdapterServices:
 
     settings: GatewaySettings
     engines: EnginePool
+    calls: AdapterCalls
     registry: AdapterRegistry
     """Registry of adapters. It blocks, so it is only called in ``threads``."""
     queue: JobQueue
@@ -146,9 +148,9 @@ async def _publish(
     await adapters.threads.run(adapters.registry.check_kind, name, kind_of(files))
     digest = adapters.engines.served.info.digest
     await adapters.threads.run(check_files, files)
-    await adapters.engines.validate_adapter(files)
+    await adapters.calls.validate(files)
     manifest = await adapters.threads.run(lambda: adapters.registry.publish(name, files, base_digest=digest, once=once))
-    await adapters.engines.sync_adapters()
+    await adapters.calls.sync()
     return _version(manifest, current=manifest.version, attached=None)
 
 
@@ -177,7 +179,7 @@ async def delete_adapter(name: AdapterPath, adapters: Adapters, once: Once) -> A
     async def delete() -> dict[str, Any]:
         check_adapter_name(name)
         await adapters.threads.run(adapters.registry.delete, name)
-        await adapters.engines.sync_adapters()
+        await adapters.calls.sync()
         return {"object": "adapter", "name": name, "deleted": True}
 
     return await once(delete)
@@ -278,7 +280,7 @@ async def detach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body
 
 
 async def _synced(adapters: AdapterServices, attached: str | None) -> dict[str, Any]:
-    answers = await adapters.engines.sync_adapters()
+    answers = await adapters.calls.sync()
     serving = sum((answer.attached or None) == attached for answer in answers)
     return {"object": "attachment", "attached": attached, "engines": len(answers), "engines_serving": serving}
 

@@ -16,7 +16,9 @@ from services.common.pb import engine_pb2
 from services.gateway.api.training.trajectories import Rollouts, Sessions, resolved, sessions_of
 from services.gateway.api.training.validation import served_limits
 from services.gateway.auth.caller import owner
-from services.gateway.engines.pool import EnginePool, ServedModel
+from services.gateway.engines.calls.rollouts import rollouts_by_id
+from services.gateway.engines.pool import EnginePool
+from services.gateway.engines.served_model import ServedModel
 
 _NAMED_IDS = 5
 
@@ -126,7 +128,7 @@ async def fetched(ids: Sequence[str], engines: EnginePool, field: str) -> dict[s
         return {}
     # The id of an only choice is the response's id, but clients may number it.
     shorter = {completion_id: completion_id.removesuffix(":0") for completion_id in ids}
-    remembered = await engines.rollouts(sorted({*ids, *shorter.values()}), at_least=len(ids))
+    remembered = await rollouts_by_id(engines.clients, sorted({*ids, *shorter.values()}), at_least=len(ids))
     found: dict[str, engine_pb2.Rollout] = {}
     missing = []
     for completion_id, short in shorter.items():

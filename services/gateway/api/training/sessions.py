@@ -26,8 +26,8 @@ from services.gateway.auth.caller import check_attach
 from services.gateway.auth.route_permissions import TRAIN, Permission
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.errors import engine_error, payload_of
+from services.gateway.engines.calls.training_sessions import TrainingSessionRouter
 from services.gateway.engines.pool import EnginePool
-from services.gateway.engines.training_sessions import TrainingSessionRouter
 
 
 @dataclass(frozen=True, slots=True)

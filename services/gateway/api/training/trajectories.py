@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from services.common.jobs.trajectories.segments import SampledBy
 from services.common.jobs.trajectories.stored import StoredTrajectory
 from services.common.pb import engine_pb2
 from services.gateway.auth.caller import owner
+from services.gateway.engines.calls.rollouts import rollouts_of_sessions
 from services.gateway.engines.pool import EnginePool
 from services.gateway.inference.engine_request import session_of
 
@@ -31,9 +31,8 @@ async def sessions_of(stored: Iterable[StoredTrajectory], engines: EnginePool, f
     refs = {one.session_id: session_of(one.session_id) for one in stored if one.session_id is not None}
     if not refs:
         return {}
-    asked = list(refs.values())
-    parts = await asyncio.gather(*(client.rollouts((), sessions=asked, timeout=10.0) for client in engines.clients))
-    known = sorted((one for part in parts for one in part if one.owner == owner()), key=lambda one: one.ended_at)
+    remembered = await rollouts_of_sessions(engines.clients, list(refs.values()))
+    known = sorted((one for one in remembered if one.owner == owner()), key=lambda one: one.ended_at)
     found = {name: [one for one in known if one.session == ref.name] for name, ref in refs.items()}
     if missing := [name for name, rollouts in found.items() if not rollouts]:
         raise NotFound(

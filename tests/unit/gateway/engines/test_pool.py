@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -311,6 +312,21 @@ def _stuck(client: EngineClient, hold: asyncio.Event):
         await ask(stub)
 
     return wait
+
+
+async def test_an_engine_that_sends_another_tokenizer_than_it_announced_is_kept_out(
+    engines: list[FakeEngine], make: Maker
+) -> None:
+    engine, codec = engines[0], engines[0].codec
+    engine.codec = SimpleNamespace(digest="0" * 64, files=codec.files)
+    pool = make([engine])
+    await until(lambda: "announced was 000000000000" in pool.clients[0].last_error)
+    assert not ready(pool)
+    with pytest.raises(Unavailable, match=f"the tokenizer files have digest {codec.digest[:12]}"):
+        _ = pool.served
+    engine.codec = codec
+    await until(lambda: ready(pool))
+    assert pool.served.codec.digest == codec.digest
 
 
 # -- sessions

@@ -16,8 +16,8 @@ from services.gateway.api.training.tinker.samples import Samples
 from services.gateway.api.training.validation import TrainingServices
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.file_store import StoreThreads
+from services.gateway.engines.calls.training_sessions import TrainingSessionRouter
 from services.gateway.engines.pool import EnginePool
-from services.gateway.engines.training_sessions import TrainingSessionRouter
 from services.gateway.settings import GatewaySettings
 
 _MOST_REASON = 4000

@@ -177,7 +177,7 @@ async def _call(client: EngineClient, call: Awaitable[A]) -> A:
             raise Overloaded(
                 f"engine {client.address} does not take a message of this size (TEMPER_MAX_MESSAGE_BYTES): split it"
             ) from error
-        raise Unavailable(f"engine {client.address} does not answer: {error.code().name}", retry_after=1.0) from error
+        raise client.unavailable(error, retry_after=1.0) from error
     if answer.HasField("error"):
         raise engine_error(answer.error)
     return answer
