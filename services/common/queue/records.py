@@ -16,7 +16,7 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import Job, JobBase, JobEvent, JobProgress, JobSpec, PublishingJob, Spec
 from services.common.jobs.fields.dataset import OfDataset
 from services.common.jobs.fine_tuning import FineTuning
-from services.common.queue import lua as scripts
+from services.common.queue.keyspace import TRAINING
 from services.common.storage.ids import ulid, ulid_of
 from services.common.storage.record_versions import JOB
 
@@ -75,12 +75,12 @@ def submission(
     """Keys and arguments of scripts.SUBMIT for a new job; JobQueue.submit says what they are."""
     job_id = new_job_id()
     keys = [
-        scripts.STREAM,
-        scripts.INDEX,
-        scripts.job_key(job_id),
-        scripts.events_key(job_id),
-        scripts.idempotency_key(idempotency_key or "", key_id),
-        scripts.line_key(spec.adapter),
+        TRAINING.stream,
+        TRAINING.index,
+        TRAINING.job_key(job_id),
+        TRAINING.events_key(job_id),
+        TRAINING.idempotency_key(idempotency_key or "", key_id),
+        TRAINING.line_key(spec.adapter),
     ]
     args = [job_id, spec_json(spec), request_sha or spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
     args += ["0" if idempotency_key is None else "1", "", traceparent, "", key_id]
@@ -181,7 +181,7 @@ def versions_needed(unfinished: Sequence[str]) -> set[AdapterVersion]:
     that keeps one too many.
 
     Args:
-        unfinished: what steering_lua.UNFINISHED answers.
+        unfinished: what steering_scripts.UNFINISHED answers.
 
     Raises:
         NewerSchema: there is a job of a later release.
