@@ -88,6 +88,19 @@ async def test_an_entry_that_is_not_text_stops_nobody(queue: JobQueue, consumers
     ]
 
 
+async def test_rows_of_a_data_set_are_known_whoever_queued_them(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    """An erasure ends the jobs that have rows of a data set, and finds them by what their records say."""
+    spec = sft(dataset="thumbs@1", dataset_digest="d" * 64)
+    raw.xadd(TRAINING.stream, {"spec": spec.model_dump_json()})
+    consumers("a").adopt_waiting()
+    sent = await queue.submit(spec)
+    found = {job.id: (job.dataset, job.dataset_digest) for job in await queue.unfinished()}
+    assert len(found) == 2
+    assert set(found.values()) == {("thumbs@1", "d" * 64)} == {(sent.dataset, sent.dataset_digest)}
+
+
 async def test_key_reused_by_a_pipeline_with_another_spec(
     queue: JobQueue, consumers: Consumers, raw: redis.Redis
 ) -> None:

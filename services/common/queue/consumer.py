@@ -21,15 +21,10 @@ from services.common.queue.keyspace import TRAINING
 from services.common.queue.records import (
     FIELDS,
     SPEC,
-    dry_run_of,
     finite,
     job_from_fields,
-    job_id_of_entry,
-    spec_json,
-    spec_sha,
     submission,
     versions_needed,
-    webhook_of,
 )
 from services.common.settings import CommonSettings
 from services.common.storage.record_versions import JOB
@@ -154,9 +149,7 @@ class JobConsumer(Delivery[Job, Spec]):
         Raises:
             Conflict: the key was used with another spec.
         """
-        keys, args = submission(
-            spec, idempotency_key=idempotency_key, request_sha=None, traceparent=traceparent, key_id=key_id
-        )
+        keys, args = submission(spec, idempotency_key=idempotency_key, traceparent=traceparent, key_id=key_id)
         outcome, existing = self._run(scripts.SUBMIT, keys, args)
         if outcome == "conflict":
             raise Conflict(f"idempotency key {idempotency_key!r} was used for job {existing} with another spec")
@@ -186,24 +179,10 @@ class JobConsumer(Delivery[Job, Spec]):
                 self._bury(entry, f"invalid spec: {first_error(error)}", text)
             return None
         key = fields.get("idempotency_key")
-        job_id = job_id_of_entry(entry)
-        keys = [TRAINING.stream, TRAINING.index, TRAINING.job_key(job_id), TRAINING.events_key(job_id)]
-        canonical = spec_json(spec)
-        args = [job_id, canonical, spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
-        keys += [TRAINING.idempotency_key(key or ""), TRAINING.line_key(spec.adapter)]
-        outcome, existing = self._run(
-            scripts.SUBMIT,
-            keys,
-            [
-                *args,
-                "1" if key else "0",
-                entry,
-                fields.get("traceparent", ""),
-                *[""] * 5,
-                webhook_of(spec),
-                dry_run_of(spec),
-            ],
+        keys, args = submission(
+            spec, idempotency_key=key or None, traceparent=fields.get("traceparent", ""), entry=entry
         )
+        outcome, existing = self._run(scripts.SUBMIT, keys, args)
         if outcome == "conflict":
             if not waiting:
                 self._bury(entry, f"idempotency key {key!r} was used for job {existing} with another spec", text)
