@@ -124,7 +124,8 @@ _LOG_SECONDS = 3.0
 _DESCRIPTION = """OpenAI's completions over adapters that are trained while they serve.
 
 Every error has the body `{"error": {"message", "type", "param", "code"}}`, under `/v1/messages` the one of Anthropic's
-API. The header `x-request-timeout-seconds` bounds the time of a completion. Unknown fields are refused by name."""
+API. The header `x-request-timeout-seconds` bounds the time of a completion. Unknown fields and query
+parameters are refused by name."""
 
 
 def open_stores(settings: GatewaySettings) -> tuple[AdapterRegistry, JobQueue]:

@@ -115,7 +115,7 @@ class GrpoGroup(PromptFields):
                 either(_PROMPTED, has(completions=items(given("completion_id")))),
             ),
             both(
-                has(trajectories=items(_SCORED)),
+                has(trajectories=both(SOME, items(_SCORED))),
                 if_any(completions={"maxItems": 0}),
                 either(
                     both(

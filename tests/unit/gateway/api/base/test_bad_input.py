@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from services.common.pb import engine_pb2
+from services.common.validation.json_text import MOST_LEVELS
+from services.learning.request_log.record import LoggedRequest
 from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails
@@ -230,3 +233,35 @@ def test_of_a_million_errors_the_first_is_told(http: httpx.Client) -> None:
     parts = {"messages": [{"role": "user", "content": [{}] * 100_000}]}
     assert error_of(http.post("/v1/chat/completions", json=CHAT | parts))["param"] == "messages[0].content[0].type"
     assert time.process_time() - began < 5.0
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"default": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("path", "around"),
+    [
+        ("messages", lambda schema: {"messages": CHAT["messages"], "tools": [{"name": "f", "input_schema": schema}]}),
+        (
+            "responses",
+            lambda schema: {"input": "hi", "tools": [{"type": "function", "name": "f", "parameters": schema}]},
+        ),
+    ],
+)
+def test_what_is_nested_deeper_than_records_can_be_is_refused(
+    http: httpx.Client, path: str, around: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """A tool's schema is one level further in where it is logged: one that the body's parser just takes would make a
+    record that nobody can read, and with it whatever stands in the same file."""
+    body = around(nested(190)) | {"model": MODEL, "max_tokens": 4, "max_output_tokens": 4}
+    body.pop("max_tokens" if path == "responses" else "max_output_tokens")
+    answer = http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 400
+    assert "nested more than 128 levels deep: flatten it" in answer.json()["error"]["message"]
+    most = {"function": {"name": "f", "parameters": nested(MOST_LEVELS)}}
+    line = LoggedRequest(id="x", at=1.0, kind="chat", model=MODEL, choices=(), tools=[most]).model_dump_json()
+    assert LoggedRequest.parse(line.encode(), "here").tools == [most]
