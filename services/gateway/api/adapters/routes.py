@@ -15,9 +15,10 @@ from services.common.adapters.manifest import FILES, kind_of
 from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
 from services.common.adapters.receipts import Receipt
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest, Pointers
-from services.common.errors import AdapterRejected, Conflict, InvalidRequest, NotFound, Unavailable
+from services.common.errors import AdapterRejected, Conflict, NotFound, Unavailable
 from services.common.queue.job_queue import JobQueue
-from services.gateway.api.adapters.files import check_files, form_of, read_form, tar_gz
+from services.gateway.api.adapters.files import check_files, read_form, tar_gz
+from services.gateway.api.base.forms import form_of
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, multipart, provided
 from services.gateway.auth.route_permissions import ADMIN, ANY_KEY, ATTACH, TRAIN_OR_ADMIN, Permission
@@ -122,11 +123,8 @@ async def list_adapters(adapters: Adapters) -> dict[str, Any]:
 async def upload_adapter(request: Request, adapters: Adapters, once: Once) -> Any:
     """Publishes a version from PEFT files, or of a drafter from its own, after an engine has bound them strictly to the
     base model."""
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise InvalidRequest(
-            f"send multipart/form-data with the parts name, {WEIGHTS} and {CONFIG}, or {' and '.join(FILES['drafter'])}"
-        )
-    async with form_of(request) as form, adapters.uploads:
+    parts = f"name, {WEIGHTS} and {CONFIG}, or name, {' and '.join(FILES['drafter'])}"
+    async with form_of(request, parts=parts, files=4) as form, adapters.uploads:
         name, files = await read_form(form)
         request.state.audit_targets = [name]
 
