@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -193,6 +194,27 @@ async def test_a_new_certificate_that_does_not_work_changes_nothing(
         await until(lambda: certificates.current.ca != CA.pem)
         await asyncio.sleep(0.8)
         assert pool.clients == (before,)
+        assert await run(pool, request())
+
+
+async def test_a_look_at_certificates_that_gets_no_thread_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewal, "FOLLOW_SECONDS", 0.05)
+    looks, refresh = itertools.count(), Certificates.refresh
+
+    def starved(certificates: Certificates) -> bool:
+        if next(looks) < 2:
+            raise RuntimeError("can't start new thread")
+        return refresh(certificates)
+
+    certificates = Certificates(CA.issue(tmp_path / "gateway", "gateway"))
+    async with engine_with(good(tmp_path / "engine")) as engine, pool_for(engine, certificates) as pool:
+        await until(lambda: ready(pool))
+        monkeypatch.setattr(Certificates, "refresh", starved)
+        (before,) = pool.clients
+        CA.issue(tmp_path / "gateway", "gateway")
+        await until(lambda: pool.clients[0] is not before)
         assert await run(pool, request())
 
 
