@@ -8,11 +8,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _LONGEST_NAME = 200
 """Characters that are told of a field's name. Names of fields that are unknown are the client's."""
 _LONGEST_VALUE = 80
+
+
+def contradiction(message: str, param: str) -> PydanticCustomError:
+    """Error that a model's validator raises for fields that do not go together.
+
+    Args:
+        message: what is wrong, and the way out.
+        param: the field to change, by its path in the model ("data[3].weights").
+    """
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
