@@ -66,7 +66,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"nothing was observed behind the first action": "the end of a list",
     r"the last segment is an observation that no action answers": "the end of a list",
     r"must have one entry per token id": "lists of equal length",
-    r"all rewards are equal": "values that differ",
+    r"all rewards (discounted by \S+ a turn )?are equal": "values that differ",
     r"best_of must equal n": "values that are equal",
     r"chosen and rejected are the same": "values that differ",
     r"name different sessions": "a field against a header",
