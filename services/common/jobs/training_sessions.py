@@ -13,12 +13,12 @@ from operator import not_
 from typing import Annotated, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.adapters.names import NAME_SCHEMA, AdapterName, AdapterRef, check_adapter_name
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import Recompute
 from services.common.jobs.fields.lora import LoraSettings
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import (
     NULL,
     Rule,
@@ -58,11 +58,6 @@ _FUTURE = re.compile(r"tf-([0-9a-f]{12})-([0-9a-f]{12})-([0-9a-f]{1,14})-([0-9a-
 def checkpoint_key(name: str) -> str:
     """Key of a checkpoint's object in the store."""
     return f"sessions/checkpoints/{name}.safetensors"
-
-
-def _wrong(message: str, param: str) -> PydanticCustomError:
-    """An error of a whole model that names the field at fault."""
-    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
 
 
 def _checkpoint_name(name: str) -> str:
@@ -105,7 +100,7 @@ class OpenSession(SentModel):
     @model_validator(mode="after")
     def _one_start(self) -> OpenSession:
         if self.adapter is not None and self.checkpoint is not None:
-            raise _wrong("give adapter or checkpoint to start from, not both", "checkpoint")
+            raise contradiction("give adapter or checkpoint to start from, not both", "checkpoint")
         return self
 
 
@@ -149,18 +144,18 @@ class Datum(DatumBase):
         for name in ("targets", "weights", "advantages", "logprobs"):
             values = getattr(self, name)
             if values is not None and len(values) != count:
-                raise _wrong(f"{name} has {len(values)} entries and token_ids {count}: one each", name)
+                raise contradiction(f"{name} has {len(values)} entries and token_ids {count}: one each", name)
         if self.targets is None:
             if count < 2:
-                raise _wrong("one token alone predicts nothing: give more, or targets", "token_ids")
+                raise contradiction("one token alone predicts nothing: give more, or targets", "token_ids")
             if self.weights is not None and self.weights[0] != 0:
-                raise _wrong(
+                raise contradiction(
                     "weights[0] must be 0: nothing comes before the first token (entry i of a list belongs to token "
                     "i; give targets where it should belong to the token after it)",
                     "weights",
                 )
         if self.weights is not None and not self.score_all and not any(self.weights):
-            raise _wrong("all weights are 0: nothing would be scored", "weights")
+            raise contradiction("all weights are 0: nothing would be scored", "weights")
         return self
 
     def lacks(self, *, sampled: bool) -> str | None:
@@ -254,12 +249,14 @@ class LossCall(_Call, Generic[D]):
         for name in sorted(self.loss_config.model_fields_set - _LOSS_FIELDS[self.loss]):
             if getattr(self.loss_config, name) is not None:
                 known = ", ".join(sorted(_LOSS_FIELDS[self.loss])) or "none"
-                raise _wrong(f"the loss {self.loss} has no setting {name} (it has: {known})", f"loss_config.{name}")
+                raise contradiction(
+                    f"the loss {self.loss} has no setting {name} (it has: {known})", f"loss_config.{name}"
+                )
         sampled = self.loss != "cross_entropy"
         does = "needs" if sampled else "does not take"
         for index, datum in enumerate(self.data):
             if (field := datum.lacks(sampled=sampled)) is not None:
-                raise _wrong(f"the loss {self.loss} {does} data[{index}].{field}", f"data[{index}].{field}")
+                raise contradiction(f"the loss {self.loss} {does} data[{index}].{field}", f"data[{index}].{field}")
         return self
 
 
@@ -318,9 +315,11 @@ class Save(_Call):
     @model_validator(mode="after")
     def _one_form(self) -> Save:
         if (self.name is None) == (self.checkpoint is None):
-            raise _wrong("give exactly one of name (publishes a version) and checkpoint (keeps the optimizer)", "name")
+            raise contradiction(
+                "give exactly one of name (publishes a version) and checkpoint (keeps the optimizer)", "name"
+            )
         if self.attach and self.name is None:
-            raise _wrong("a checkpoint cannot be attached: give name to publish a version", "attach")
+            raise contradiction("a checkpoint cannot be attached: give name to publish a version", "attach")
         return self
 
 
@@ -339,7 +338,7 @@ class Load(_Call):
     @model_validator(mode="after")
     def _one_form(self) -> Load:
         if (self.adapter is None) == (self.checkpoint is None):
-            raise _wrong("give exactly one of adapter and checkpoint", "adapter")
+            raise contradiction("give exactly one of adapter and checkpoint", "adapter")
         return self
 
 
@@ -366,7 +365,7 @@ class Sample(_Call):
     @model_validator(mode="after")
     def _bounded(self) -> Sample:
         if len(self.prompts) * self.n > MAX_SAMPLES:
-            raise _wrong(
+            raise contradiction(
                 f"{len(self.prompts)} prompts with {self.n} completions each are over the limit of {MAX_SAMPLES} a "
                 "call: split it",
                 "prompts",

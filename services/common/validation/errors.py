@@ -8,8 +8,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_LONGEST_NAME = 200
+"""Characters that are told of a field's name. Names of fields that are unknown are the client's."""
+_LONGEST_VALUE = 80
+
+
+def contradiction(message: str, param: str) -> PydanticCustomError:
+    """Error that a model's validator raises for fields that do not go together.
+
+    Args:
+        message: what is wrong, and the way out.
+        param: the field to change, by its path in the model ("data[3].weights").
+    """
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -19,9 +33,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def dotted(path: Sequence[int | str]) -> str:
-    """A place in JSON: `examples[0].prompt`."""
+    """A place in JSON: `examples[0].prompt`. Names that are too long are cut off."""
     text = ""
     for segment in path:
+        segment = segment[:_LONGEST_NAME] if isinstance(segment, str) else segment
         text += f"[{segment}]" if isinstance(segment, int) else f".{segment}" if text else segment
     return text
 
@@ -41,8 +56,11 @@ class Told:
 
     @property
     def words(self) -> str:
-        """The message, without what pydantic puts before a validator's own words."""
-        return str(self.error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        """The message, without what pydantic puts before a validator's own words, nor the whole of a value that was to
+        say what the object is."""
+        text = str(self.error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        tag = str((self.error.get("ctx") or {}).get("tag", ""))
+        return text.replace(tag, f"{tag[:_LONGEST_VALUE]}…") if len(tag) > _LONGEST_VALUE else text
 
     def suggestion(self, model: Any, body: Any) -> str:
         """Suggestion for an unknown field, by the models that may stand in its place."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import (
     NOT_NULL,
     NULL,
@@ -25,7 +26,7 @@ from services.common.validation.json_rules import (
     where,
 )
 from services.common.validation.json_text import parsed_json
-from services.gateway.protocol.fields.base import JsonObject, RequestModel, contradiction, unsupported
+from services.gateway.protocol.fields.base import JsonObject, RequestModel, unsupported
 
 _FOREIGN_FORMATS = ("grammar", "python", "structural_tag")
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
