@@ -87,7 +87,7 @@ class CertificateRotation:
 
     async def _reap(self) -> None:
         for client, connection in list(self._retired.items()):
-            if client.in_flight == 0:
-                connection.cancel()
-                await asyncio.wait([connection])
+            if connection.done():
                 del self._retired[client]
+            elif client.in_flight == 0 and not connection.cancelling():
+                connection.cancel()  # ends when its other calls have

@@ -33,6 +33,9 @@ from services.gateway.engines.update_queue import StreamBroken, UpdateQueue
 
 log = structlog.get_logger(__name__)
 
+_CALLS_SECONDS = 130.0
+"""Longer than any call beside the stream takes, but for the export of a large session."""
+
 ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]
 _RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
 _BROKEN_OFF = (engine_pb2.FINISH_REASON_ABORT, engine_pb2.FINISH_REASON_ERROR)
@@ -95,6 +98,10 @@ class EngineClient:
         self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
         self._channels = channels
         self._channel: aio.Channel | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        """Channels that calls still run on, and that nothing else will use."""
+        self.patience = _CALLS_SECONDS
+        """Seconds that a channel stays open for the calls on it; 0: the gateway is about to exit."""
         self._opened_with = ""
         """The fingerprint of the certificates that the channel was opened with."""
 
@@ -249,9 +256,13 @@ class EngineClient:
                 await asyncio.sleep(pause * random.uniform(0.8, 1.2))
                 pause = min(0.3, pause * 1.5)
                 if self._opened_with != self._channels.fingerprint:  # the next one takes the certificates as they are
-                    await self._close_channel()
+                    self._leave_channel()
         finally:
-            await self._close_channel()
+            if not self.patience:
+                for closing in self._closing:
+                    closing.cancel()
+            self._leave_channel()
+            await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _open_channel(self) -> aio.Channel:
         if self._channel is None:
@@ -259,10 +270,13 @@ class EngineClient:
             self._channel = self._channels.open(self.address)
         return self._channel
 
-    async def _close_channel(self) -> None:
+    def _leave_channel(self) -> None:
+        """Closes the channel once the calls on it have ended: closed before, it would cancel whoever waits for one."""
         channel, self._channel = self._channel, None
         if channel is not None:
-            await channel.close()
+            closing = asyncio.create_task(channel.close(self.patience))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _session(self) -> None:
         stub = self.engine()

@@ -114,6 +114,8 @@ class EnginePool:
     async def stop(self) -> None:
         """Closes all connections; requests that still run are aborted by their engines."""
         tasks = [*self._tasks, *self._connections.values()]
+        for client in (*self.clients, *(self._renewal.retired if self._renewal is not None else ())):
+            client.patience = 0.0
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pydantic import ValidationError
 
 from services.common.adapters.names import BASE
 from services.common.errors import InvalidRequest, NotFound
@@ -47,8 +50,29 @@ def resolved(stored: StoredTrajectory, found: Rollouts, sessions: Sessions, fiel
     """The trajectory by its segments.
 
     Raises:
-        InvalidRequest: a completion's prompt does not begin with the tokens before it, and it is not to be split.
+        InvalidRequest: a completion's prompt does not begin with the tokens before it, and it is not to be split; or
+            they are more than a trajectory may have.
     """
+    with learnable(field):
+        return _chained(stored, found, sessions, field)
+
+
+@contextlib.contextmanager
+def learnable(field: str) -> Iterator[None]:
+    """Refuses what an engine remembers and a job cannot have: no tokens, more turns or reward than the limit."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(
+            f"{field} cannot be learnt from as the engines remember it: {what}: {first['msg']}: leave it out, or give "
+            "less of it",
+            param=field,
+        ) from error
+
+
+def _chained(stored: StoredTrajectory, found: Rollouts, sessions: Sessions, field: str) -> Trajectory:
     if stored.session_id is not None:
         chain = [(rollout.completion_id, rollout) for rollout in sessions[stored.session_id]]
     else:

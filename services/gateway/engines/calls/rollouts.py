@@ -54,9 +54,9 @@ async def rollouts_of_sessions(
 
 async def _remembered(client: EngineClient, asked: Sequence[engine_pb2.GetRolloutsRequest]) -> list[engine_pb2.Rollout]:
     """One engine's answers to all questions, one after another. Raises Unavailable."""
-    stub = client.engine()
     try:
-        answers = [await stub.GetRollouts(request, timeout=_CALL_SECONDS) for request in asked]
+        # Each by the connection of its moment: certificates may be renewed between two.
+        answers = [await client.engine().GetRollouts(request, timeout=_CALL_SECONDS) for request in asked]
     except aio.AioRpcError as error:
         raise client.unavailable(error) from error
     return [rollout for answer in answers for rollout in answer.rollouts]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -240,7 +241,9 @@ class OpenEnvWorld:
 
 def socket_url(url: str) -> str:
     """Address of the WebSocket of a server."""
-    return "ws" + url.removeprefix("http").rstrip("/") + "/ws"
+    parts = urllib.parse.urlsplit(url)
+    path = f"{parts.path.rstrip('/')}/ws"
+    return parts._replace(scheme="ws" + parts.scheme.removeprefix("http"), path=path).geturl()
 
 
 async def _say_goodbye(socket: ClientConnection) -> None:

@@ -114,7 +114,7 @@ class TinkerRecords:
             record = await self._read(key, SessionRecord, f"no such session: {session!r}", "session_id")
             self._remember(key, record)
         if not sees(record.owner):
-            raise NotFound(f"no such session: {session!r}", param="session_id")
+            raise NotFound(f"no such session: {session[:80]!r}", param="session_id")
         return record
 
     async def sessions(self) -> list[str]:

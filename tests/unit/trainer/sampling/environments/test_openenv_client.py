@@ -219,6 +219,8 @@ def test_addresses_must_be_listed(guess: str) -> None:
     [
         ("http://a.example:8000", "ws://a.example:8000/ws"),
         ("https://a.example/envs/one/", "wss://a.example/envs/one/ws"),
+        ("https://a.example/envs?level=2", "wss://a.example/envs/ws?level=2"),
+        ("http://a.example?level=2", "ws://a.example/ws?level=2"),
     ],
 )
 def test_addresses_of_sockets(url: str, socket: str) -> None:
