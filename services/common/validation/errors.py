@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -14,6 +15,7 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _LONGEST_NAME = 200
 """Characters that are told of a field's name. Names of fields that are unknown are the client's."""
 _LONGEST_VALUE = 80
+_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 def contradiction(message: str, param: str) -> PydanticCustomError:
@@ -61,6 +63,14 @@ class Told:
         text = str(self.error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
         tag = str((self.error.get("ctx") or {}).get("tag", ""))
         return text.replace(tag, f"{tag[:_LONGEST_VALUE]}…") if len(tag) > _LONGEST_VALUE else text
+
+    def named(self, model: Any, body: Any) -> str | None:
+        """The field that the message of an error of the whole body names, as of fields that do not go together: the
+        first that was sent, or else the first; None: it names none."""
+        known = fields_at(model, (), body)
+        names = [word for word in _WORD.findall(self.words) if word in known]
+        sent = body if isinstance(body, Mapping) else {}
+        return next((name for name in names if name in sent), names[0] if names else None)
 
     def suggestion(self, model: Any, body: Any) -> str:
         """Suggestion for an unknown field, by the models that may stand in its place."""

@@ -233,6 +233,8 @@ def _complaint(errors: Sequence[Mapping[str, Any]], body: Any, model: Any) -> tu
     if told.unknown and model is not None and (meant := told.suggestion(model, body)):
         return f"Unknown parameter: {name!r}{meant}", "unknown_parameter", name
     message, code = _describe(told, name)
+    if not path and error["type"] == "value_error" and model is not None:
+        name = told.named(model, body) or ""
     return message, code, name or None
 
 

@@ -11,7 +11,8 @@ from grpc import aio
 from pydantic_core import to_json
 
 from services.common.errors import DoesNotFit, Gone, NotFound, Overloaded, TemperError, Unavailable
-from services.common.jobs.training_sessions import Call, OpenSession, future_session, session_instance
+from services.common.jobs.training_sessions.calls import Call, OpenSession
+from services.common.jobs.training_sessions.names import future_session, session_instance
 from services.common.pb import engine_pb2
 from services.common.pb import sessions_pb2 as pb
 from services.gateway.auth.caller import owner
