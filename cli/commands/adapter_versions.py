@@ -187,10 +187,11 @@ def receipt(
     def work(client: Client, output: Output) -> None:
         name, version = published(client, ref)
         document = fetched(client, name, version)
+        found = Receipt.of(document)
         text = receipts.receipt(document)
         if verify is not None:
-            Receipt(document["receipt"], document["signature"]).check(read_public_key(verify))
-            _check_files(client, name, version, document["receipt"])
+            found.check(read_public_key(verify))
+            _check_files(client, name, version, found.content)
             text += "\n[green]verified[/]: the signature is of this key, and the files are those of the receipt"
         if out is not None:
             out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -143,7 +143,7 @@ def replay(
         accepted = client.post(path("v1", "train", kind), job)
         done = watch(client, output, str(accepted["id"]), timeout=timeout)
         name, number = split(str(done["result_adapter"]))
-        after = fetched(client, name, number or 0)["receipt"]
+        after = Receipt.of(fetched(client, name, number or 0)).content
         same, told = before["digest"] == after["digest"], differences(before, after)
         answer = {"replayed": before["version"], "as": after["version"], "same": same, "differences": told}
         if same:
@@ -165,7 +165,7 @@ def _receipt(client: Client, source: str) -> dict[str, Any]:
     name, number = split(source)
     if number is None:
         raise CliError(f"{source} is no file, and no version either: say it as NAME@VERSION", ExitCode.USAGE)
-    return dict(fetched(client, name, number)["receipt"])
+    return dict(Receipt.of(fetched(client, name, number)).content)
 
 
 def replayed(receipt: dict[str, Any], data: Path | None) -> dict[str, Any]:

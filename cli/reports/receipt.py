@@ -12,26 +12,29 @@ _FOLLOWED_FROM = ("base", "data", "seeds", "settings", "code", "libraries", "ker
 
 
 def receipt(document: Mapping[str, Any]) -> str:
-    """A receipt in words, as rich markup."""
+    """A whole receipt (see Receipt.of) in words, as rich markup."""
     content, signature = document["receipt"], document["signature"]
     data, job = content["data"], content["job"]
     origin = data["dataset"]["version"] if data["dataset"] else "data of its own"
     parents = ", ".join(f"{one['version']} ({one['digest'][:12]})" for one in content["parents"]) or "a new adapter"
     device = content["device"]
     lines = [
-        f"[bold]{escape(content['version'])}[/]  {content['digest']}",
-        f"  base      {escape(content['base']['name'])} ({content['base']['digest'][:12]})",
-        f"  from      {escape(parents)}",
-        f"  data      {escape(origin)}, sha256 {data['sha256'][:12]}",
+        f"{content['version']}  {content['digest']}",
+        f"  base      {content['base']['name']} ({content['base']['digest'][:12]})",
+        f"  from      {parents}",
+        f"  data      {origin}, sha256 {data['sha256'][:12]}",
         f"  job       {job['id']}, {job['spec'].get('kind')}, attempt {job['attempt']}",
         "  settings  " + "  ".join(f"{key} {value:.4g}" for key, value in content["settings"].items()),
         "  seeds     " + "  ".join(f"{key} {value}" for key, value in content["seeds"].items()),
         f"  code      temper {content['code']['temper']}, sources {content['code']['sources_sha256'][:12]}",
         "  with      " + ", ".join(f"{key} {value}" for key, value in content["libraries"].items()),
-        f"  on        {device['type']} {escape(str(device['name']))}, kernels of {content['kernels']}",
-        "  signed    " + ("no" if signature is None else f"{signature['algorithm']} by {signature['public_key']}"),
+        f"  on        {device['type']} {device['name']}, kernels of {content['kernels']}",
+        "  signed    "
+        + ("no" if signature is None else f"{signature.get('algorithm')} by {signature.get('public_key')}"),
     ]
-    return "\n".join(lines)
+    # Whatever it says looks like none of our own words: neither markup nor further lines.
+    first, *rest = (escape(line.replace("\n", " ")) for line in lines)
+    return "\n".join([f"[bold]{first}[/]", *rest])
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

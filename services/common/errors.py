@@ -7,11 +7,15 @@ Each class is one outcome with a stable ``code``; services map the tree to HTTP 
 from __future__ import annotations
 
 import errno
-from typing import ClassVar
+from typing import ClassVar, Final
 
 _NOTHING_LEFT = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 _NO_THREAD = "can't start new thread"
 """How CPython's threading says that the system gives none."""
+
+
+ENGINE_FAULT: Final = "the engine failed on this request; its log has the details"
+"""What an engine says of a bug, without details. A call that ends as INTERNAL without it was broken on its way."""
 
 
 class TemperError(Exception):

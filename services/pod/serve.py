@@ -23,6 +23,7 @@ from services.common.pb import histories_pb2_grpc, sessions_pb2_grpc
 from services.common.security.tls import FOLLOW_SECONDS, Certificates
 from services.common.shutdown import SleepLevel, StopSignals, end_now
 from services.common.storage.object_store import ObjectStore
+from services.common.storage.repeated import repeat
 from services.common.telemetry.prometheus import serving
 from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.stopwatch import process_seconds
@@ -236,9 +237,7 @@ async def _unless_stopped(loading: asyncio.Task[Engine], stop: asyncio.Event) ->
 
 
 async def _follow(certificates: Certificates) -> None:
-    while True:
-        await asyncio.sleep(FOLLOW_SECONDS)
-        await asyncio.to_thread(certificates.refresh)
+    await repeat(lambda: asyncio.to_thread(certificates.refresh), FOLLOW_SECONDS, log, "certificates")
 
 
 def _kv_events(settings: EngineSettings) -> KvEventPublisher | None:

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from services.common.jobs import GrpoJob
-from services.common.queue.lua import job_key
+from services.common.queue.keyspace import TRAINING
 from services.common.queue.records import SPEC
 from tests.e2e.adapters_for_tests import AdapterFiles, Reference
 from tests.e2e.jobs import wait_for_end
@@ -192,7 +192,7 @@ async def test_a_trajectory_across_a_swap_says_whose_each_token_is(stack: Stack)
         made = await client.post("/v1/train/grpo", json={**job, "attach": False})
         assert made.status_code == 202, made.text
     with redis.Redis.from_url(stack.settings.redis_url.get_secret_value(), decode_responses=True) as kept:
-        spec = SPEC.validate_json(str(kept.hget(job_key(made.json()["id"]), "spec")))
+        spec = SPEC.validate_json(str(kept.hget(TRAINING.job_key(made.json()["id"]), "spec")))
     assert isinstance(spec, GrpoJob)
     whole, part = [member.segments for member in (spec.groups or [])[0].played]
     later = tuple(answer["choices"][0]["token_ids"])

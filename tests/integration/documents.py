@@ -24,7 +24,7 @@ from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs.record import checkpoints_of
 from services.common.queue.consumer import JobConsumer
 from services.common.queue.job_queue import JobQueue
-from services.common.queue.lua import job_key
+from services.common.queue.keyspace import TRAINING
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.responses.documents import DocumentStore
@@ -145,7 +145,9 @@ async def a_job(world: World) -> Written:
         lambda: consumer.versions_needed(),
     ]
     assert behind.id != job.id
-    return Written(f"job {job.id}", job_key(job.id), refuses, [(lambda: consumer.claim(0), None)] * 2, strict=None)
+    return Written(
+        f"job {job.id}", TRAINING.job_key(job.id), refuses, [(lambda: consumer.claim(0), None)] * 2, strict=None
+    )
 
 
 async def a_batch(world: World) -> Written:

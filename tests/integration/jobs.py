@@ -8,7 +8,7 @@ import redis
 
 from services.common.jobs import JobEvent, SftExample, SftJob
 from services.common.queue.job_queue import ClaimedJob, JobConsumer, JobQueue
-from services.common.queue.lua import TRAINING, Space
+from services.common.queue.keyspace import TRAINING, Keyspace
 
 RECLAIM = 60.0
 """Seconds after which the consumers of tests take over the job of an owner that is silent."""
@@ -26,12 +26,12 @@ async def read_events(queue: JobQueue, job_id: str, after: str | None = None) ->
     return [event async for event in queue.events(job_id, after)]
 
 
-def silence(raw: redis.Redis, seconds: float = RECLAIM, space: Space = TRAINING) -> None:
+def silence(raw: redis.Redis, seconds: float = RECLAIM, keyspace: Keyspace = TRAINING) -> None:
     """Makes the owners of what was claimed silent for so much longer; nobody waits for it."""
-    for entry in raw.xpending_range(space.stream, space.group, "-", "+", 100):
+    for entry in raw.xpending_range(keyspace.stream, keyspace.group, "-", "+", 100):
         idle = entry["time_since_delivered"] + int(seconds * 1000)
         # Delivered to whoever has it, and not once more.
-        raw.xclaim(space.stream, space.group, entry["consumer"], 0, [entry["message_id"]], idle=idle, justid=True)
+        raw.xclaim(keyspace.stream, keyspace.group, entry["consumer"], 0, [entry["message_id"]], idle=idle, justid=True)
 
 
 def must_claim(consumer: JobConsumer) -> ClaimedJob:

@@ -211,7 +211,7 @@ async def test_an_owner_that_was_thought_dead_changes_nothing(
     batch = await queue.submit(spec())
     old, new = consumers("old"), consumers("new")
     stale = must_claim(old)
-    silence(raw, space=BATCHES)
+    silence(raw, keyspace=BATCHES)
     fresh = must_claim(new)
     assert (fresh.id, fresh.attempt) == (batch.id, 2)
     for write in (
@@ -235,14 +235,14 @@ async def test_given_up_after_three_deaths_without_progress(
     consumer = consumers("a")
     for attempt in (1, 2):
         assert must_claim(consumer).attempt == attempt
-        silence(raw, space=BATCHES)
+        silence(raw, keyspace=BATCHES)
     claimed = must_claim(consumer)
     assert claimed.attempt == 3
     consumer.stage(claimed, "in_progress", {}, progressed=True)
     for attempt in (2, 3):
-        silence(raw, space=BATCHES)
+        silence(raw, keyspace=BATCHES)
         assert must_claim(consumer).attempt == attempt
-    silence(raw, space=BATCHES)
+    silence(raw, keyspace=BATCHES)
     assert consumer.claim(0) is None
     failed = await queue.owned("me", batch.id)
     assert failed.status == "failed"

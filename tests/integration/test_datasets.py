@@ -19,7 +19,7 @@ from services.common.jobs.kinds.kto import KtoJob
 from services.common.jobs.record import checkpoints_of
 from services.common.jobs.trajectories.segments import Trajectory
 from services.common.queue.job_queue import JobQueue
-from services.common.queue.lua import job_key
+from services.common.queue.keyspace import TRAINING
 from services.common.security.api_keys import Scope
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.training.erased_rows import REASON
@@ -197,7 +197,7 @@ async def test_unfinished_jobs_lose_the_rows_of_the_erased(
         job = call("GET", f"/v1/train/jobs/{states[state]}").json()
         assert (job["state"], job["reason"]) == ("cancelled", REASON)
         assert not store.list(checkpoints_of(job["id"]))
-    assert raw.hget(job_key(active.id), "spec") is None, "before its owner hears of it"
+    assert raw.hget(TRAINING.job_key(active.id), "spec") is None, "before its owner hears of it"
     assert owner.heartbeat(active)
     owner.cancelled(active)
     assert (await queue.get(active.id)).reason == REASON

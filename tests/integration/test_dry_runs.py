@@ -125,13 +125,14 @@ async def test_a_job_that_samples_is_tried_on_a_few_prompts(
         "reward": [{"type": "regex", "pattern": pattern} for pattern in ("e", "a", "[0-9]", "T")],
         "eval_prompts": ["Say 9"],
     }
-    done, report = await reported(queue, dry("grpo", groups=None, generate=generate))
+    done, report = await reported(queue, dry("grpo", groups=None, generate=generate, epochs=100))
     assert report.rewards is not None
     assert report.rewards.groups == 4
     assert report.rewards.std > 0
     assert {group.completions for group in report.rewards.by_group} == {4}
-    assert (report.counts.unit, report.counts.given, report.time.steps) == ("prompt", 6, 1000)
-    assert report.time.seconds > 1000 * done.metrics["train_seconds"]
+    assert (report.counts.unit, report.counts.given, report.time.steps) == ("prompt", 6, 100_000)
+    # Each round is trained on a hundred times, and of its six prompts four were.
+    assert report.time.seconds > 1000 * 100 * done.metrics["train_seconds"]
     assert report.capacity is not None
     assert report.capacity.data_bits == 1000 * 6 * 4
     assert registry.names() == []

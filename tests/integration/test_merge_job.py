@@ -11,9 +11,9 @@ import torch
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.jobs import JobState, MergeJob
-from services.common.queue import lua as scripts
 from services.common.queue.consumer import JobConsumer
 from services.common.queue.job_queue import JobQueue
+from services.common.queue.keyspace import TRAINING
 from services.common.queue.records import spec_json
 from services.common.settings import CommonSettings
 from services.trainer.runtime.worker import TrainerWorker
@@ -108,14 +108,14 @@ async def test_a_spec_straight_from_redis(
 ) -> None:
     publish(registry, "a", 1.0)
     with redis.Redis.from_url(settings.redis_url.get_secret_value()) as raw:
-        raw.xadd(scripts.STREAM, {"spec": spec_json(merge(("a", 1.0)))})
+        raw.xadd(TRAINING.stream, {"spec": spec_json(merge(("a", 1.0)))})
         bad = merge(("a", 1.0)).model_dump(mode="json") | {"method": "ties"}
-        raw.xadd(scripts.STREAM, {"spec": MergeJob.model_construct(**bad).model_dump_json(warnings=False)})
+        raw.xadd(TRAINING.stream, {"spec": MergeJob.model_construct(**bad).model_dump_json(warnings=False)})
         for _ in range(200):
-            if registry.versions("merged") and raw.xlen(scripts.DEAD):
+            if registry.versions("merged") and raw.xlen(TRAINING.dead):
                 break
             await asyncio.sleep(0.05)
-        reason = raw.xrange(scripts.DEAD)[0][1][b"reason"].decode()
+        reason = raw.xrange(TRAINING.dead)[0][1][b"reason"].decode()
     assert "method ties needs a rank" in reason
     assert [m.version for m in registry.versions("merged")] == [1]
 

@@ -11,9 +11,10 @@ import redis
 
 from services.common.errors import Conflict, InvalidRequest, NotFound
 from services.common.jobs import JobProgress, JobState
-from services.common.queue import lua as scripts
+from services.common.queue import scripts
 from services.common.queue.depth import QueueDepth
 from services.common.queue.job_queue import JobConsumer, JobLost, JobQueue
+from services.common.queue.keyspace import TRAINING
 from services.common.queue.records import job_id_of_entry, new_job_id
 from tests.integration.jobs import RECLAIM, Consumers, must_claim, read_events, sft, silence
 
@@ -49,9 +50,9 @@ async def test_life_of_a_job(queue: JobQueue, consumers: Consumers, raw: redis.R
     assert [e.kind for e in events] == ["state", "state", "progress", "progress", "checkpoint", "state"]
     assert events[2].data == {"loss": 2.0, "lr": 0.1, "step": 1, "total_steps": 2, "eta_seconds": 3.5}
     assert events[-1].data == {"state": "succeeded", "result_adapter": "math@1"}
-    assert raw.xlen(scripts.STREAM) == 0
-    assert 0 < raw.ttl(scripts.events_key(job.id)) <= scripts.EVENTS_TTL
-    assert raw.hget(scripts.job_key(job.id), "spec") is None
+    assert raw.xlen(TRAINING.stream) == 0
+    assert 0 < raw.ttl(TRAINING.events_key(job.id)) <= scripts.EVENTS_TTL
+    assert raw.hget(TRAINING.job_key(job.id), "spec") is None
 
 
 async def test_rows_of_a_data_set_leave_with_the_end_of_their_job(
@@ -63,7 +64,7 @@ async def test_rows_of_a_data_set_leave_with_the_end_of_their_job(
         job = await queue.submit(sft(**own))
         consumer.fail(must_claim(consumer), "it does not work")
         assert (await queue.get(job.id)).state is JobState.FAILED
-        kept.append(raw.hexists(scripts.job_key(job.id), "spec"))
+        kept.append(raw.hexists(TRAINING.job_key(job.id), "spec"))
     assert kept == [True, False]
 
 
@@ -96,7 +97,7 @@ async def test_idempotency(queue: JobQueue, raw: redis.Redis) -> None:
     with pytest.raises(Conflict, match=first.id):
         await queue.submit(sft(epochs=9), idempotency_key="k 1")
     assert (await queue.submit(sft())).id != first.id
-    assert raw.xlen(scripts.STREAM) == 2
+    assert raw.xlen(TRAINING.stream) == 2
     with pytest.raises(InvalidRequest):
         await queue.submit(sft(), idempotency_key="")
     many = await asyncio.gather(*(queue.submit(sft(), idempotency_key="k2") for _ in range(20)))
@@ -144,9 +145,9 @@ async def test_list_newest_first_with_paging(queue: JobQueue, raw: redis.Redis) 
     assert [job.id for job in await queue.list(adapter="a1")] == ids[5::-2]
     await queue.cancel(ids[2])
     assert [job.id for job in await queue.list(state=JobState.CANCELLED)] == [ids[2]]
-    raw.delete(scripts.job_key(ids[6]))  # expired
+    raw.delete(TRAINING.job_key(ids[6]))  # expired
     assert len(await queue.list()) == 6
-    assert raw.zcard(scripts.INDEX) == 6
+    assert raw.zcard(TRAINING.index) == 6
 
 
 async def test_dead_owner_is_replaced_and_fenced_out(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
@@ -195,10 +196,10 @@ async def test_dead_letter_after_three_deliveries(queue: JobQueue, consumers: Co
     assert done.state is JobState.FAILED
     assert done.reason is not None
     assert "3 attempts" in done.reason
-    ((_, letter),) = raw.xrange(scripts.DEAD)
+    ((_, letter),) = raw.xrange(TRAINING.dead)
     assert letter["job"] == job.id
     assert (await read_events(queue, job.id))[-1].data["state"] == "failed"
-    assert raw.xlen(scripts.STREAM) == 0
+    assert raw.xlen(TRAINING.stream) == 0
 
 
 async def test_unexpected_errors_end_in_the_dead_letter_stream(
@@ -213,7 +214,7 @@ async def test_unexpected_errors_end_in_the_dead_letter_stream(
     done = await queue.get(job.id)
     assert done.state is JobState.FAILED
     assert done.reason == "given up after 3 attempts: KeyError: 3"
-    assert raw.xlen(scripts.DEAD) == 1
+    assert raw.xlen(TRAINING.dead) == 1
 
 
 async def test_requeue_does_not_count_and_comes_next(queue: JobQueue, consumers: Consumers) -> None:
@@ -236,13 +237,13 @@ async def test_cancel_while_queued(queue: JobQueue, consumers: Consumers, raw: r
     assert (await queue.cancel(job.id)).state is JobState.CANCELLED
     assert (await queue.cancel(job.id)).state is JobState.CANCELLED
     assert consumers("a").claim(0) is None
-    assert raw.xlen(scripts.STREAM) == 0
+    assert raw.xlen(TRAINING.stream) == 0
     requeued = await queue.submit(sft())
     consumer = consumers("b")
     consumer.requeue(must_claim(consumer))
     assert (await queue.cancel(requeued.id)).state is JobState.CANCELLED
     assert consumer.claim(0) is None
-    assert raw.xpending(scripts.STREAM, scripts.GROUP)["pending"] == 0
+    assert raw.xpending(TRAINING.stream, TRAINING.group)["pending"] == 0
 
 
 async def test_cancel_while_running(queue: JobQueue, consumers: Consumers) -> None:
@@ -368,8 +369,8 @@ async def test_depth_counts_what_has_not_ended_wherever_it_is(
     assert first.spec.adapter == "a"
     second = must_claim(owner)
     assert second.spec.adapter == "b", "the other jobs of a only wait in their line from here on"
-    raw.xadd(scripts.STREAM, {"spec": sft("c").model_dump_json()})
-    raw.xadd(scripts.STREAM, {"spec": "{"})
+    raw.xadd(TRAINING.stream, {"spec": sft("c").model_dump_json()})
+    raw.xadd(TRAINING.stream, {"spec": "{"})
     depth = await queue.depth()
     assert (depth.queued, depth.running, depth.dead) == (4, 2, 0)
     owner.adopt_waiting()
@@ -389,7 +390,7 @@ async def test_depth_counts_what_has_not_ended_wherever_it_is(
 
 async def test_the_age_is_that_of_the_oldest_that_waits(queue: JobQueue, raw: redis.Redis) -> None:
     old, _ = await queue.submit(sft("a")), await queue.submit(sft("b"))
-    raw.hset(scripts.job_key(old.id), "created_at", str(time.time() - 1000))
+    raw.hset(TRAINING.job_key(old.id), "created_at", str(time.time() - 1000))
     assert 990 < (await queue.depth()).oldest_queued_seconds < 1060
     await queue.cancel(old.id)
     assert (await queue.depth()).oldest_queued_seconds < 60

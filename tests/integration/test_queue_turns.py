@@ -5,8 +5,8 @@ from __future__ import annotations
 import redis
 
 from services.common.jobs import DpoJob, JobState
-from services.common.queue import lua as scripts
 from services.common.queue.job_queue import JobQueue
+from services.common.queue.keyspace import TRAINING
 from tests.integration.jobs import Consumers, must_claim, sft, silence
 
 
@@ -37,7 +37,7 @@ async def test_jobs_of_one_adapter_run_one_after_another(
     second.succeed(beside, "other@1")
     assert first.claim(0) is None
     assert raw.keys("temper:line:*") == []
-    assert raw.xlen(scripts.STREAM) == 0
+    assert raw.xlen(TRAINING.stream) == 0
 
 
 async def test_a_line_goes_on_behind_a_dead_owner_and_a_lost_job(
@@ -47,7 +47,7 @@ async def test_a_line_goes_on_behind_a_dead_owner_and_a_lost_job(
     must_claim(consumers("dies"))
     consumer = consumers("b")
     assert consumer.claim(0) is None
-    raw.delete(scripts.job_key(lost.id))
+    raw.delete(TRAINING.job_key(lost.id))
     silence(raw)
     again = must_claim(consumer)
     assert (again.id, again.attempt) == (first.id, 2)
@@ -76,10 +76,10 @@ async def test_an_owner_that_has_jobs_takes_only_what_it_can_run_beside_them(
     assert taken is not None
     assert taken.id == second.id, "what was handed back comes first"
     assert must_claim(other).id == dpo.id
-    raw.xadd(scripts.STREAM, {"spec": sft("five").model_dump_json()})
+    raw.xadd(TRAINING.stream, {"spec": sft("five").model_dump_json()})
     found = [consumer.claim_beside({"sft"}) for _ in range(3)]
     assert [one.spec.adapter if one else None for one in found] == ["four", "five", None]
     assert found[0] is not None
     assert found[0].id == last.id
-    raw.xadd(scripts.STREAM, {"spec": "no JSON"})
+    raw.xadd(TRAINING.stream, {"spec": "no JSON"})
     assert consumer.claim_beside({"sft"}) is None

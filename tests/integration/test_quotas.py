@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator
@@ -244,6 +245,27 @@ async def test_scripts_that_valkey_has_forgotten(two: tuple[RateLimiter, RateLim
     grants = await asyncio.gather(*(acquired(two[0], limits) for _ in range(5)))
     assert sum(grant is not None for grant in grants) == 2
     assert not two[0]._shared.away
+
+
+async def test_a_probe_that_gets_no_thread_is_not_the_last(
+    two: tuple[RateLimiter, RateLimiter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name is looked up in a thread, which the system may not give: limits are shared again when it does."""
+    redis_side = two[0]._shared
+    probes, greet = itertools.count(), redis_side._greet
+
+    async def starved() -> None:
+        if next(probes) == 0:
+            raise RuntimeError("can't start new thread")
+        await greet()
+
+    monkeypatch.setattr(redis_side, "_greet", starved)
+    redis_side._note_loss(OSError("a test says so"))
+    redis_side._wake.set()
+    await back(two[0])
+    assert next(probes) > 1
+    assert await acquired(two[0], Limits(requests_per_minute=1))
+    assert await acquired(two[1], Limits(requests_per_minute=1)) is None
 
 
 async def test_a_client_that_leaves_while_it_waits_holds_nothing(

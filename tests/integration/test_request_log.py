@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +21,7 @@ from services.common.storage.object_store import ObjectStore
 from services.learning.request_log.log import RequestFilter, RequestLog
 from services.learning.request_log.parts import Parts, lines_of, part_name
 from services.learning.request_log.record import LoggedRequest
+from services.learning.request_log.spool import Spool
 from tests.integration.logging_gateway import ALL, KEEP, Gateway, ask, everywhere, gateway, log, logged
 from tests.integration.servers import RunningServer
 from tests.stack import PATIENCE
@@ -163,6 +166,31 @@ def test_no_store_and_no_room_are_nobodys_trouble(
     finally:
         s3.start()
     running.wait_for(lambda: {one.id for one in log.newest(ALL, limit=1000)} >= {one["id"] for one in before})
+
+
+def test_a_gateway_that_was_out_of_handles_logs_on(
+    gateway: Gateway, log: RequestLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the log's threads ends with what it could not do for a while."""
+    starved = {"complete": 3, "next": 3}
+
+    def of(name: str) -> Any:
+        real = getattr(Spool, name)
+
+        def call(spool: Spool, **options: float) -> Any:
+            if starved[name]:
+                starved[name] -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return real(spool, **options)
+
+        return call
+
+    for name in starved:
+        monkeypatch.setattr(Spool, name, of(name))
+    running, keys = gateway()
+    running.wait_for(lambda: not any(starved.values()))
+    asked = ask(running, keys)
+    assert [one.id for one in logged(log, 1)] == [asked["id"]]
 
 
 def test_what_waits_in_a_spool_is_known_to_everybody(

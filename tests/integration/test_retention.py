@@ -17,7 +17,7 @@ from services.common.adapters.registry import AdapterRegistry
 from services.common.adapters.retention import RetentionPolicy, prune
 from services.common.errors import Conflict, InvalidRequest, ModelNotFound, Unavailable
 from services.common.settings import CommonSettings
-from services.common.storage.object_store import ObjectStore
+from services.common.storage.object_store import ObjectNotFound, ObjectStore, StoredObject
 from tests.integration.test_registry import BASE, files
 
 
@@ -391,6 +391,25 @@ def test_a_store_that_goes_away_in_the_middle_takes_the_intention_back(
     monkeypatch.undo()
     assert numbers(registry) == [1, 2]
     assert registry.attach(versions[0]) == versions[0]
+
+
+def test_a_pointer_that_the_store_denies_keeps_what_it_may_hold(
+    registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is listed, and its GET is a 404: for all that is known it holds any of them."""
+    versions = publish(registry, 3)
+    registry.attach(versions[0])
+    get = ObjectStore.get
+
+    def denied(self: ObjectStore, key: str) -> StoredObject:
+        if key.startswith("attached/"):
+            raise ObjectNotFound(f"no such object (get {key})")
+        return get(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "get", denied)
+        assert prune(registry, "m", RetentionPolicy(keep=1)).removed == []
+    assert [str(one.ref) for one in prune(registry, "m", RetentionPolicy(keep=1)).removed] == ["m@2"]
 
 
 def test_lineage_lies_in_the_manifest_and_old_manifests_still_load(

@@ -13,9 +13,9 @@ import torch
 
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.errors import NewerSchema
-from services.common.jobs.training_sessions import checkpoint_key
+from services.common.jobs.training_sessions.names import checkpoint_key
 from services.common.queue.job_queue import JobQueue
-from services.common.queue.lua import job_key
+from services.common.queue.keyspace import TRAINING
 from services.common.storage.record_versions import LOGGED_REQUEST
 from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.store import Place, ResponseStore
@@ -141,7 +141,7 @@ async def test_a_job_with_a_field_that_is_not_known_waits_for_who_knows_it(world
     """It is not failed, and counts no attempt; its events say why it waits, once for each engine."""
     queue: JobQueue = world.closing(JobQueue(world.settings))
     job, other = await queue.submit(sft()), await queue.submit(sft(adapter="other"))
-    key = job_key(job.id)
+    key = TRAINING.job_key(job.id)
     as_it_was = str(world.raw.hget(key, "spec"))
     world.raw.hset(key, "spec", json.dumps({**json.loads(as_it_was), "of_tomorrow": 1}))
     before = world.raw.hgetall(key)
@@ -167,7 +167,7 @@ async def test_a_job_with_a_field_that_is_not_known_waits_for_who_knows_it(world
 async def test_a_job_that_is_not_known_can_be_cancelled(world: World) -> None:
     queue: JobQueue = world.closing(JobQueue(world.settings))
     job = await queue.submit(sft())
-    world.raw.hset(job_key(job.id), "spec", json.dumps({"kind": "of_tomorrow", "adapter": "math"}))
+    world.raw.hset(TRAINING.job_key(job.id), "spec", json.dumps({"kind": "of_tomorrow", "adapter": "math"}))
     assert consumer_of(world).claim(0) is None
     assert (await queue.cancel(job.id)).state == "cancelled"
     assert [event.data.get("state") for event in await read_events(queue, job.id)][-1] == "cancelled"

@@ -20,8 +20,8 @@ from services.common.evaluation.contamination.overlap import SuiteOverlap
 from services.common.evaluation.contamination.store import TrainingHashes
 from services.common.evaluation.suites.spec import SuiteItem
 from services.common.jobs import JobState, SftJob
-from services.common.queue import lua as scripts
 from services.common.queue.job_queue import JobQueue
+from services.common.queue.keyspace import TRAINING
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.trainer.runtime.worker import TrainerWorker
@@ -360,7 +360,7 @@ async def test_one_poisonous_job_does_not_stop_the_queue(
     queue: JobQueue, worker: TrainerWorker, settings: CommonSettings
 ) -> None:
     with redis.Redis.from_url(settings.redis_url.get_secret_value()) as raw:
-        raw.xadd(scripts.STREAM, {"spec": "not json"})
+        raw.xadd(TRAINING.stream, {"spec": "not json"})
         done = await finished(queue, (await queue.submit(spec())).id)
         assert done.state is JobState.SUCCEEDED
-        assert raw.xlen(scripts.DEAD) == 1
+        assert raw.xlen(TRAINING.dead) == 1

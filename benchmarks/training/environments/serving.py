@@ -48,10 +48,13 @@ class Fault(enum.StrEnum):
     NO_JSON = "no_json"
     BINARY = "binary"
     NO_OBJECT = "no_object"
+    NO_UNICODE = "no_unicode"
+    """A text with half of a surrogate pair, which no tokenizer takes."""
     WRONG_TYPE = "wrong_type"
     NO_OBSERVATION = "no_observation"
     REWARD_TEXT = "reward_text"
     REWARD_INFINITE = "reward_infinite"
+    REWARD_NAN = "reward_nan"
     DONE_NUMBER = "done_number"
     OVERSIZED = "oversized"
     CRASHED = "crashed"
@@ -64,10 +67,12 @@ _ANSWERS: dict[Fault, str | bytes] = {
     Fault.NO_JSON: "<html>502 Bad Gateway</html>",
     Fault.BINARY: b"\xff\xfe\x00",
     Fault.NO_OBJECT: "[1, 2, 3]",
+    Fault.NO_UNICODE: json.dumps({"type": "observation", "data": {"observation": {"text": "\ud800"}}}),
     Fault.WRONG_TYPE: json.dumps({"type": "state", "data": {}}),
     Fault.NO_OBSERVATION: json.dumps({"type": "observation", "data": {"reward": 1.0, "done": True}}),
     Fault.REWARD_TEXT: json.dumps({"type": "observation", "data": {"observation": {}, "reward": "1", "done": True}}),
     Fault.REWARD_INFINITE: '{"type": "observation", "data": {"observation": {}, "reward": 1e999, "done": true}}',
+    Fault.REWARD_NAN: '{"type": "observation", "data": {"observation": {}, "reward": NaN, "done": true}}',
     Fault.DONE_NUMBER: json.dumps({"type": "observation", "data": {"observation": {}, "reward": 1.0, "done": 1}}),
     Fault.OVERSIZED: json.dumps({"type": "observation", "data": {"observation": {"text": "x" * 2**21}}}),
     Fault.CRASHED: json.dumps({"type": "error", "data": {"message": "ZeroDivisionError", "code": "EXECUTION_ERROR"}}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -14,6 +13,7 @@ from services.common.adapters.drafter_form import DrafterForm
 from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import AdapterRejected, InvalidRequest
+from services.common.validation.json_text import parsed_json
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -223,9 +223,9 @@ def drafter_form(config: bytes, name: str = DRAFTER_CONFIG) -> DrafterForm:
 def parsed_config(data: bytes, name: str = CONFIG) -> dict[str, Any]:
     """The object in adapter_config.json, or in the file ``name``. Raises AdapterRejected."""
     try:
-        config = json.loads(data)
+        config = parsed_json(data, allow_inf_nan=True)
     except ValueError as error:
-        raise AdapterRejected(f"{name} is not JSON: {error}") from error
+        raise AdapterRejected(f"{name} is not JSON: {error}", param=name) from error
     if not isinstance(config, dict):
-        raise AdapterRejected(f"{name} must be a JSON object")
+        raise AdapterRejected(f"{name} must be a JSON object", param=name)
     return config

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.common.errors import CheckpointRejected
 from services.common.security.signature import check_signature, signed
@@ -26,6 +27,65 @@ DATA_FIELDS = frozenset(
 """Fields of jobs that are data, at the top or in `generate`."""
 _NOT_TOLD = frozenset({"webhook", "metadata", "dry_run"})
 """Fields that do not matter for the result, and may be private."""
+
+
+class _Part(BaseModel):
+    """Part of a receipt: what readers rely on, of what it has."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Named(_Part):
+    name: str
+
+
+class _Base(_Named):
+    digest: str
+
+
+class _Parent(_Part):
+    version: str
+    digest: str
+
+
+class _Version(_Part):
+    version: str
+
+
+class _Data(_Part):
+    sha256: str
+    dataset: _Version | None
+
+
+class _Job(_Part):
+    id: str | None
+    attempt: int
+    spec: dict[str, Any]
+
+
+class _Code(_Part):
+    temper: str
+    sources_sha256: str
+
+
+class _Device(_Named):
+    type: str
+
+
+class _Content(_Part):
+    version: str
+    digest: str
+    files: dict[str, str]
+    base: _Base
+    parents: list[_Parent]
+    data: _Data
+    job: _Job
+    seeds: dict[str, int]
+    settings: dict[str, int | float]
+    code: _Code
+    libraries: dict[str, str]
+    kernels: str
+    device: _Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +101,17 @@ class Receipt:
         """Raises CheckpointRejected: it is malformed, or of a later format."""
         try:
             document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointRejected(f"it is no receipt: {error!r}") from error
+        return cls.of(document)
+
+    @classmethod
+    def of(cls, document: Any) -> Receipt:
+        """A receipt that was read as JSON. Raises as read()."""
+        try:
             content, signature = dict(document["receipt"]), document["signature"]
+            signature = None if signature is None else dict(signature)
+            canonical(content)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointRejected(f"it is no receipt: {error!r}") from error
         if content.get("format") != FORMAT:
@@ -49,6 +119,12 @@ class Receipt:
                 f"the receipt has format {content.get('format')!r}, and {FORMAT} is known here: read it with the "
                 "release that wrote it"
             )
+        try:
+            _Content.model_validate(content)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            place = ".".join(map(str, wrong["loc"]))
+            raise CheckpointRejected(f"it is no receipt: {place}: {wrong['msg']}") from error
         return cls(content, signature)
 
     @classmethod

@@ -120,8 +120,8 @@ def _pointed_at(registry: AdapterRegistry, version: AdapterVersion) -> str | Non
     for key in registry.store.list(ATTACHED):
         try:
             pointer = POINTER.unstamped(json.loads(registry.store.get(key).data), key)
-        except ObjectNotFound:
-            continue
+        except ObjectNotFound:  # nobody ever deletes these
+            return f"{key} is listed and cannot be read"
         ref = pointer.get("adapter")
         if ref is not None and parse_adapter_ref(str(ref)) == (version.name, version.version):
             return "attached"

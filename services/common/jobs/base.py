@@ -12,10 +12,11 @@ from pydantic import Field, model_validator
 from services.common.adapters.manifest import Kind
 from services.common.adapters.names import POLICY_SCHEMA, AdapterName
 from services.common.jobs.fields.acceptance import Better, PublishIf, check_publish_if
-from services.common.jobs.fields.gates import AttachIf, SuiteGate, contradiction
+from services.common.jobs.fields.gates import AttachIf, SuiteGate
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.scorers.base import ScorerSettings
 from services.common.jobs.scorers.webhook import WebhookUrl
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, both, given, has, if_any, never, only_with, true_only_with
 from services.common.validation.strict_models import SentModel, absent
 

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_args
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.jobs.base import DataRows, JobBase
 from services.common.jobs.fields.acceptance import Better
 from services.common.jobs.fields.dataset import OfDataset
-from services.common.jobs.fields.gates import contradiction
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import NONE, SOME, Rule, Rules, both, either, given, has, if_any, left_out
 from services.common.validation.strict_models import SentModel, absent
 
@@ -113,10 +112,9 @@ class ExampleJob(OfDataset, JobBase, Generic[E]):
     @model_validator(mode="after")
     def _enough_to_split(self) -> ExampleJob[E]:
         if self.held_out and len(self.examples) < 2:
-            raise PydanticCustomError(
-                "contradiction",
+            raise contradiction(
                 "eval_fraction holds one of the examples out, and there is only one: give more, or eval_examples",
-                {"param": "eval_fraction"},
+                "eval_fraction",
             )
         return self
 

@@ -15,21 +15,16 @@ from pydantic import ValidationError
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import Conflict, NewerSchema
 from services.common.jobs import Job, JobProgress, JobState, Spec
-from services.common.queue import lua as scripts
-from services.common.queue import steering_lua
+from services.common.queue import scripts, steering_scripts
 from services.common.queue.delivery import Claimed, Delivery, JobLost, first_error
+from services.common.queue.keyspace import TRAINING
 from services.common.queue.records import (
     FIELDS,
     SPEC,
-    dry_run_of,
     finite,
     job_from_fields,
-    job_id_of_entry,
-    spec_json,
-    spec_sha,
     submission,
     versions_needed,
-    webhook_of,
 )
 from services.common.settings import CommonSettings
 from services.common.storage.record_versions import JOB
@@ -58,8 +53,8 @@ class JobConsumer(Delivery[Job, Spec]):
     def __init__(
         self, settings: CommonSettings, *, owner: str, reclaim_seconds: float = 30.0, max_attempts: int = 3
     ) -> None:
-        space = replace(scripts.TRAINING, ttl=settings.jobs_ttl_seconds)
-        super().__init__(settings, space, owner=owner, reclaim_seconds=reclaim_seconds, max_attempts=max_attempts)
+        keyspace = replace(TRAINING, ttl=settings.jobs_ttl_seconds)
+        super().__init__(settings, keyspace, owner=owner, reclaim_seconds=reclaim_seconds, max_attempts=max_attempts)
         self._scanned = "0-0"
 
     def record(self, values: Any) -> Job | None:
@@ -80,7 +75,7 @@ class JobConsumer(Delivery[Job, Spec]):
 
     def adopt_waiting(self) -> None:
         """Makes jobs of new valid specs in the stream without claiming them, so that they are seen while they wait."""
-        entries: Any = call(lambda: self._redis.xrange(scripts.STREAM, min=f"({self._scanned}", count=_SCAN))
+        entries: Any = call(lambda: self._redis.xrange(TRAINING.stream, min=f"({self._scanned}", count=_SCAN))
         for entry, fields in entries:
             self._scanned = entry
             if "job" not in fields:
@@ -93,12 +88,12 @@ class JobConsumer(Delivery[Job, Spec]):
 
     def recorded_parent(self, claimed: ClaimedJob) -> tuple[bool, str | None]:
         """True if an earlier attempt resolved the parent, and the result (None: a new adapter)."""
-        parent: Any = call(lambda: self._redis.hget(scripts.job_key(claimed.id), "parent"))
+        parent: Any = call(lambda: self._redis.hget(TRAINING.job_key(claimed.id), "parent"))
         return parent is not None, parent or None
 
     def versions_needed(self) -> set[AdapterVersion]:
         """The adapter versions that unfinished jobs name. Raises NewerSchema: see JobQueue.versions_needed."""
-        return versions_needed(self._run(steering_lua.UNFINISHED, [scripts.INDEX], []))
+        return versions_needed(self._run(steering_scripts.UNFINISHED, [TRAINING.index], []))
 
     def report(
         self, claimed: ClaimedJob, progress: JobProgress, metrics: Mapping[str, float], number: int | None = None
@@ -112,7 +107,7 @@ class JobConsumer(Delivery[Job, Spec]):
         numbers = finite(metrics)
         data = {**numbers, **progress.model_dump(exclude_none=True)}
         args = [claimed.fence, _once(number), progress.model_dump_json(), json.dumps(numbers), json.dumps(data)]
-        self._owned(scripts.REPORT, claimed, [scripts.events_key(claimed.id)], args)
+        self._owned(scripts.REPORT, claimed, [TRAINING.events_key(claimed.id)], args)
 
     def describe(
         self,
@@ -138,7 +133,7 @@ class JobConsumer(Delivery[Job, Spec]):
     def event(self, claimed: ClaimedJob, kind: EventKind, data: Mapping[str, Any], number: int | None = None) -> None:
         """Adds an event. ``number``: see report. Raises JobLost."""
         args = [claimed.fence, _once(number), kind, json.dumps(dict(data))]
-        self._owned(scripts.EVENT, claimed, [scripts.events_key(claimed.id)], args)
+        self._owned(scripts.EVENT, claimed, [TRAINING.events_key(claimed.id)], args)
 
     def succeed(self, claimed: ClaimedJob, result_adapter: str) -> None:
         """Raises JobLost."""
@@ -154,9 +149,7 @@ class JobConsumer(Delivery[Job, Spec]):
         Raises:
             Conflict: the key was used with another spec.
         """
-        keys, args = submission(
-            spec, idempotency_key=idempotency_key, request_sha=None, traceparent=traceparent, key_id=key_id
-        )
+        keys, args = submission(spec, idempotency_key=idempotency_key, traceparent=traceparent, key_id=key_id)
         outcome, existing = self._run(scripts.SUBMIT, keys, args)
         if outcome == "conflict":
             raise Conflict(f"idempotency key {idempotency_key!r} was used for job {existing} with another spec")
@@ -165,7 +158,7 @@ class JobConsumer(Delivery[Job, Spec]):
     # Parts.
 
     def _next_kind(self) -> str:
-        return str(self._run(scripts.NEXT_KIND, [scripts.STREAM], [scripts.GROUP]))
+        return str(self._run(scripts.NEXT_KIND, [TRAINING.stream], [TRAINING.group]))
 
     def _adopt(self, entry: str, fields: Mapping[str, str], *, waiting: bool = False) -> str | None:
         """Makes a job of a spec that somebody XADDed; None if it is not a valid one, then a dead letter at delivery."""
@@ -186,24 +179,10 @@ class JobConsumer(Delivery[Job, Spec]):
                 self._bury(entry, f"invalid spec: {first_error(error)}", text)
             return None
         key = fields.get("idempotency_key")
-        job_id = job_id_of_entry(entry)
-        keys = [scripts.STREAM, scripts.INDEX, scripts.job_key(job_id), scripts.events_key(job_id)]
-        canonical = spec_json(spec)
-        args = [job_id, canonical, spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
-        keys += [scripts.idempotency_key(key or ""), scripts.line_key(spec.adapter)]
-        outcome, existing = self._run(
-            scripts.SUBMIT,
-            keys,
-            [
-                *args,
-                "1" if key else "0",
-                entry,
-                fields.get("traceparent", ""),
-                *[""] * 5,
-                webhook_of(spec),
-                dry_run_of(spec),
-            ],
+        keys, args = submission(
+            spec, idempotency_key=key or None, traceparent=fields.get("traceparent", ""), entry=entry
         )
+        outcome, existing = self._run(scripts.SUBMIT, keys, args)
         if outcome == "conflict":
             if not waiting:
                 self._bury(entry, f"idempotency key {key!r} was used for job {existing} with another spec", text)

@@ -20,8 +20,8 @@ from redis.commands.core import Script
 
 from services.common.errors import TemperError
 from services.common.jobs.record import JobState
-from services.common.queue import lua as scripts
-from services.common.queue import steering_lua
+from services.common.queue import scripts, steering_scripts
+from services.common.queue.keyspace import Keyspace
 from services.common.queue.records import text_sha
 from services.common.settings import CommonSettings
 from services.common.storage.record_versions import unknown_part
@@ -75,7 +75,7 @@ class Delivery(ABC, Generic[Record, Spec]):
     """Takes jobs of one queue. Thread-safe; every method may raise Unavailable.
 
     Args:
-        space: the queue.
+        keyspace: of the queue.
         owner: name of this process in the consumer group; unique among those alive.
         reclaim_seconds: silence after which a job's owner counts as dead. Heartbeats must be several times as frequent.
         max_attempts: deliveries after which a job goes to the dead letter stream.
@@ -87,10 +87,10 @@ class Delivery(ABC, Generic[Record, Spec]):
     """Parses what was submitted."""
 
     def __init__(
-        self, settings: CommonSettings, space: scripts.Space, *, owner: str, reclaim_seconds: float, max_attempts: int
+        self, settings: CommonSettings, keyspace: Keyspace, *, owner: str, reclaim_seconds: float, max_attempts: int
     ) -> None:
         self._redis = connect(settings)
-        self._space = space
+        self._keys = keyspace
         self._owner = owner
         self._reclaim_ms = max(1, int(reclaim_seconds * 1000))
         self._max_attempts = max_attempts
@@ -105,9 +105,9 @@ class Delivery(ABC, Generic[Record, Spec]):
     def close(self) -> None:
         """Leaves the group, unless a job is still pending here for others to reclaim."""
         try:
-            pending = self._redis.xpending_range(self._space.stream, self._space.group, "-", "+", 1, self._owner)
+            pending = self._redis.xpending_range(self._keys.stream, self._keys.group, "-", "+", 1, self._owner)
             if not pending:
-                self._redis.xgroup_delconsumer(self._space.stream, self._space.group, self._owner)
+                self._redis.xgroup_delconsumer(self._keys.stream, self._keys.group, self._owner)
         except redis.exceptions.RedisError as error:
             self._log.info("queue.leave_failed", error=str(error))
         self._redis.close()
@@ -131,7 +131,7 @@ class Delivery(ABC, Generic[Record, Spec]):
 
     def forget_dead_consumers(self) -> None:
         """Removes the names of processes that ended long ago from the group; never one that a job is pending for."""
-        found: Any = self._grouped(lambda: self._redis.xinfo_consumers(self._space.stream, self._space.group))
+        found: Any = self._grouped(lambda: self._redis.xinfo_consumers(self._keys.stream, self._keys.group))
         for consumer in found:
             if consumer["pending"] == 0 and consumer["idle"] > _DEAD_CONSUMER_MS:
                 self._forget(consumer["name"])
@@ -142,12 +142,12 @@ class Delivery(ABC, Generic[Record, Spec]):
 
     def asked(self, claimed: Claimed[Record, Spec]) -> Asked:
         """The same; returns what the owner is asked to do. Raises JobLost."""
-        args = [claimed.fence, self._space.group, self._owner, claimed.entry]
-        answer: Asked = self._owned(scripts.HEARTBEAT, claimed, [self._space.stream], args)
+        args = [claimed.fence, self._keys.group, self._owner, claimed.entry]
+        answer: Asked = self._owned(scripts.HEARTBEAT, claimed, [self._keys.stream], args)
         return answer
 
     def cancel_requested(self, claimed: Claimed[Record, Spec]) -> bool:
-        return call(lambda: self._redis.hget(self._space.job_key(claimed.id), "cancel")) == "1"
+        return call(lambda: self._redis.hget(self._keys.job_key(claimed.id), "cancel")) == "1"
 
     def publishing(self, claimed: Claimed[Record, Spec]) -> bool:
         """Says that the result is about to be published: from then on the job cannot be cancelled, so that a job with a
@@ -178,22 +178,22 @@ class Delivery(ABC, Generic[Record, Spec]):
     # Parts.
 
     def _forget(self, name: str) -> None:
-        call(lambda: self._redis.xgroup_delconsumer(self._space.stream, self._space.group, name))
+        call(lambda: self._redis.xgroup_delconsumer(self._keys.stream, self._keys.group, name))
 
     def _release(self, claimed: Claimed[Record, Spec], reason: str, *, counts: bool) -> None:
-        args = [claimed.fence, self._space.group, self._owner, claimed.entry, "1" if counts else "0"]
-        keys = [self._space.events_key(claimed.id), self._space.stream]
+        args = [claimed.fence, self._keys.group, self._owner, claimed.entry, "1" if counts else "0"]
+        keys = [self._keys.events_key(claimed.id), self._keys.stream]
         self._owned(scripts.RELEASE, claimed, keys, [*args, reason[:_REASON_LIMIT]])
 
     def _finish(
         self, claimed: Claimed[Record, Spec], state: str, reason: str, result: str = "", *, dead: bool = False
     ) -> None:
-        args = [claimed.fence, self._space.group, state, reason[:_REASON_LIMIT], result, "1" if dead else "0"]
-        keys = [self._space.events_key(claimed.id), self._space.stream, self._space.dead]
+        args = [claimed.fence, self._keys.group, state, reason[:_REASON_LIMIT], result, "1" if dead else "0"]
+        keys = [self._keys.events_key(claimed.id), self._keys.stream, self._keys.dead]
         self._owned(scripts.FINISH, claimed, keys, [*args, claimed.id])
 
     def _owned(self, script: str, claimed: Claimed[Record, Spec], keys: Sequence[str], args: Sequence[str]) -> Any:
-        answer = self._run(script, [self._space.job_key(claimed.id), *keys], args)
+        answer = self._run(script, [self._keys.job_key(claimed.id), *keys], args)
         if answer == scripts.LOST:
             raise JobLost(f"job {claimed.id} is no longer owned by {self._owner} (attempt {claimed.attempt})")
         return answer
@@ -201,7 +201,7 @@ class Delivery(ABC, Generic[Record, Spec]):
     def _run(self, script: str, keys: Sequence[str], args: Sequence[str]) -> Any:
         registered = self._scripts.get(script)
         if registered is None:
-            registered = self._scripts.setdefault(script, self._redis.register_script(self._space.lua(script)))
+            registered = self._scripts.setdefault(script, self._redis.register_script(self._keys.lua(script)))
         return call(lambda: registered(keys=list(keys), args=list(args)))
 
     def _abandoned(self) -> tuple[str, dict[str, str]] | None:
@@ -215,8 +215,8 @@ class Delivery(ABC, Generic[Record, Spec]):
         """One look for an abandoned entry, which covers a few pending ones only: where to go on, and what it found."""
         reply: Any = self._grouped(
             lambda: self._redis.xautoclaim(
-                self._space.stream,
-                self._space.group,
+                self._keys.stream,
+                self._keys.group,
                 self._owner,
                 min_idle_time=self._reclaim_ms,
                 start_id=start,
@@ -229,7 +229,7 @@ class Delivery(ABC, Generic[Record, Spec]):
         block = int(min(block_seconds, BLOCK_SECONDS) * 1000)
         reply: Any = self._grouped(
             lambda: self._redis.xreadgroup(
-                self._space.group, self._owner, {self._space.stream: ">"}, count=1, block=block if block > 0 else None
+                self._keys.group, self._owner, {self._keys.stream: ">"}, count=1, block=block if block > 0 else None
             )
         )
         return reply[0][1][0] if reply else None
@@ -242,7 +242,7 @@ class Delivery(ABC, Generic[Record, Spec]):
             if "NOGROUP" not in str(error) and "no such key" not in str(error):
                 raise
         try:
-            call(lambda: self._redis.xgroup_create(self._space.stream, self._space.group, id="0", mkstream=True))
+            call(lambda: self._redis.xgroup_create(self._keys.stream, self._keys.group, id="0", mkstream=True))
         except redis.exceptions.ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
@@ -252,20 +252,20 @@ class Delivery(ABC, Generic[Record, Spec]):
         job_id = fields.get("job") or self._adopt(entry, fields)
         if job_id is None:
             return None
-        job_key = self._space.job_key(job_id)
-        events = self._space.events_key(job_id)
+        job_key = self._keys.job_key(job_id)
+        events = self._keys.events_key(job_id)
         stored: Any = call(lambda: self._redis.hmget(job_key, ["spec", "cancel"]))
         text, cancel = stored
         spec, refused = self._parsed(text)
         if refused is not None and cancel != "1" and (part := unknown_part(refused)) is not None:
             self._leave(job_id, part)
             return None
-        keys = [self._space.stream, job_key, events, self._space.dead]
-        args = [self._space.group, entry, job_id, secrets.token_hex(8), self._owner, str(self._max_attempts)]
-        args.append(self._space.settles)
+        keys = [self._keys.stream, job_key, events, self._keys.dead]
+        args = [self._keys.group, entry, job_id, secrets.token_hex(8), self._owner, str(self._max_attempts)]
+        args.append(self._keys.settles)
         outcome = self._run(scripts.BEGIN, keys, args)
         if outcome[0] == "newer":
-            self._log.warning("queue.newer", job=job_id, schema=outcome[1], known=self._space.schema.version)
+            self._log.warning("queue.newer", job=job_id, schema=outcome[1], known=self._keys.schema.version)
             return None
         if outcome[0] != "claimed":
             self._log.info(f"queue.{outcome[0]}", job=job_id, entry=entry)
@@ -277,9 +277,9 @@ class Delivery(ABC, Generic[Record, Spec]):
             return None
         if refused is not None:
             reason = f"this release does not understand its spec: {first_error(refused)}"
-            finish = [outcome[1], self._space.group, str(JobState.FAILED), reason, "", "0", job_id]
+            finish = [outcome[1], self._keys.group, str(JobState.FAILED), reason, "", "0", job_id]
             self._run(
-                scripts.FINISH, [job_key, self._space.events_key(job_id), self._space.stream, self._space.dead], finish
+                scripts.FINISH, [job_key, self._keys.events_key(job_id), self._keys.stream, self._keys.dead], finish
             )
             return None
         return Claimed(
@@ -306,7 +306,7 @@ class Delivery(ABC, Generic[Record, Spec]):
         if job_id not in self._left:
             self._left.add(job_id)
             message = f"left to a later release: {part!r} of its spec is not known here; upgrade engines, or cancel it"
-            self._run(steering_lua.TELL, [self._space.events_key(job_id)], [json.dumps({"message": message})])
+            self._run(steering_scripts.TELL, [self._keys.events_key(job_id)], [json.dumps({"message": message})])
 
     def _adopt(self, entry: str, fields: Mapping[str, str]) -> str | None:
         """The id of a job made of an entry that names none; None, and a dead letter, if there can be none."""
@@ -316,7 +316,7 @@ class Delivery(ABC, Generic[Record, Spec]):
 
     def _bury(self, entry: str, reason: str, spec: str) -> None:
         self._log.warning("queue.dead_letter", entry=entry, reason=reason)
-        self._run(scripts.BURY_ENTRY, [self._space.stream, self._space.dead], [self._space.group, entry, reason, spec])
+        self._run(scripts.BURY_ENTRY, [self._keys.stream, self._keys.dead], [self._keys.group, entry, reason, spec])
 
 
 def first_error(error: ValidationError) -> str:

@@ -1,7 +1,7 @@
 """Depth of a queue on Redis for metrics: waiting and running records.
 
 Ended jobs stay visible for weeks, so what is counted is found from the stream of work, which has only those that have
-not ended, and from the lines behind them (services/common/queue/lua.py says where a job can be).
+not ended, and from the lines behind them (services/common/queue/scripts.py says where a job can be).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import redis.asyncio
 
-from services.common.queue.lua import Space
+from services.common.queue.keyspace import Keyspace
 from services.common.queue.records import job_id_of_entry
 from services.common.storage.redis import call_async
 
@@ -46,23 +46,23 @@ class QueueDepth:
     """Since the oldest of ``queued`` was submitted; 0 if there is none."""
 
 
-async def measure(client: redis.asyncio.Redis, space: Space) -> QueueDepth:
+async def measure(client: redis.asyncio.Redis, keyspace: Keyspace) -> QueueDepth:
     """Asks Redis, in a few short calls; a job that changes its place meanwhile may be counted at its old one.
 
     Raises:
         Unavailable: Redis does not answer.
     """
     script = client.register_script(DEPTH)
-    reply: Any = await call_async(lambda: script(keys=[space.stream, space.dead]))
+    reply: Any = await call_async(lambda: script(keys=[keyspace.stream, keyspace.dead]))
     now, length, dead, flat = int(reply[0]), int(reply[1]), int(reply[2]), reply[3]
     entries = list(zip(flat[::2], flat[1::2], strict=True))
     jobs = {job or job_id_of_entry(entry) for entry, job in entries}
-    records = await _records(client, space, sorted(jobs))
+    records = await _records(client, keyspace, sorted(jobs))
     # A bare spec that no trainer has looked at yet is no job so far.
     unread = len(jobs) - len(records)
     lines = {line for _, _, line in records.values()}
-    behind, beyond = await _lines(client, space, sorted(lines))
-    records |= await _records(client, space, sorted(behind - jobs))
+    behind, beyond = await _lines(client, keyspace, sorted(lines))
+    records |= await _records(client, keyspace, sorted(behind - jobs))
     waiting = [created for state, created, _ in records.values() if state == "queued"]
     running = sum(state == "running" for state, _, _ in records.values())
     queued = len(waiting) + unread + max(0, length - len(entries)) + beyond
@@ -70,14 +70,14 @@ async def measure(client: redis.asyncio.Redis, space: Space) -> QueueDepth:
 
 
 async def _records(
-    client: redis.asyncio.Redis, space: Space, job_ids: Sequence[str]
+    client: redis.asyncio.Redis, keyspace: Keyspace, job_ids: Sequence[str]
 ) -> dict[str, tuple[str, float, str]]:
     """State, creation and line of the jobs that exist; a paused one does not wait for an engine."""
 
     async def read() -> Any:
         async with client.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                pipe.hmget(space.job_key(job_id), ["state", "created_at", "adapter", "pause"])
+                pipe.hmget(keyspace.job_key(job_id), ["state", "created_at", "adapter", "pause"])
             return await pipe.execute()
 
     answers = await call_async(read) if job_ids else []
@@ -88,14 +88,14 @@ async def _records(
     }
 
 
-async def _lines(client: redis.asyncio.Redis, space: Space, lines: Sequence[str]) -> tuple[set[str], int]:
+async def _lines(client: redis.asyncio.Redis, keyspace: Keyspace, lines: Sequence[str]) -> tuple[set[str], int]:
     """The jobs in these lines, and how many more there are behind those."""
 
     async def read() -> Any:
         async with client.pipeline(transaction=False) as pipe:
             for line in lines:
-                pipe.lrange(space.line_key(line), 0, _MOST - 1)
-                pipe.llen(space.line_key(line))
+                pipe.lrange(keyspace.line_key(line), 0, _MOST - 1)
+                pipe.llen(keyspace.line_key(line))
             return await pipe.execute()
 
     answers = await call_async(read) if lines else []

@@ -1,7 +1,7 @@
 """The job queue on Redis Streams, as the gateway and the CLI see it: submit, look, cancel, follow.
 
-services/common/queue/consumer.py has the trainer's face; services/common/queue/lua.py the key layout and the Lua
-scripts. Delivery is at least once: a job outlives its owner, Redis restarts (append-only file) and lost answers.
+services/common/queue/consumer.py has the trainer's face, keyspace.py the keys and scripts.py the Lua scripts. Delivery
+is at least once: a job outlives its owner, Redis restarts (append-only file) and lost answers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from services.common.adapters.names import AdapterVersion
 from services.common.errors import Conflict, InvalidRequest
 from services.common.jobs import Job, JobEvent, JobState, Spec
 from services.common.jobs.fine_tuning import FineTuning
-from services.common.queue import lua as scripts
-from services.common.queue import steering_lua
+from services.common.queue import scripts, steering_scripts
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
+from services.common.queue.keyspace import TRAINING
 from services.common.queue.reader import QueueReader
 from services.common.queue.records import (
     FIELDS,
@@ -53,12 +53,12 @@ class JobQueue(QueueReader[Job]):
     called = "job"
 
     def __init__(self, settings: CommonSettings) -> None:
-        super().__init__(settings, replace(scripts.TRAINING, ttl=settings.jobs_ttl_seconds))
+        super().__init__(settings, replace(TRAINING, ttl=settings.jobs_ttl_seconds))
         self._submit = self._script(scripts.SUBMIT)
-        self._cancel = self._script(steering_lua.CANCEL)
-        self._pause = self._script(steering_lua.PAUSE)
-        self._resume = self._script(steering_lua.RESUME)
-        self._unfinished = self._script(steering_lua.UNFINISHED)
+        self._cancel = self._script(steering_scripts.CANCEL)
+        self._pause = self._script(steering_scripts.PAUSE)
+        self._resume = self._script(steering_scripts.RESUME)
+        self._unfinished = self._script(steering_scripts.UNFINISHED)
 
     def record(self, values: Any) -> Job | None:
         return job_from_fields(values)
@@ -73,7 +73,7 @@ class JobQueue(QueueReader[Job]):
             Conflict: the key came with another request.
             InvalidRequest: the key is empty or longer than 256 characters.
         """
-        key = scripts.idempotency_key(_checked(idempotency_key), key_id)
+        key = TRAINING.idempotency_key(_checked(idempotency_key), key_id)
         known = await call_async(lambda: cast(Awaitable[str | None], self._redis.get(key)))
         if known is None:
             return None
@@ -119,7 +119,7 @@ class JobQueue(QueueReader[Job]):
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
             raise _key_used(idempotency_key or "", existing)
-        await self._forget_expired(scripts.INDEX)
+        await self._forget_expired(TRAINING.index)
         return await self.get(existing)
 
     async def list(
@@ -153,16 +153,16 @@ class JobQueue(QueueReader[Job]):
                 and (where is None or where(job))
             )
 
-        return await self._page(scripts.INDEX, limit, after, wanted)
+        return await self._page(TRAINING.index, limit, after, wanted)
 
     async def unfinished(self) -> Jobs:
         """All queued and running jobs."""
-        return await self._page(scripts.INDEX, sys.maxsize, None, lambda job: not job.state.terminal)
+        return await self._page(TRAINING.index, sys.maxsize, None, lambda job: not job.state.terminal)
 
     async def versions_needed(self) -> Versions:
         """The adapter versions that unfinished jobs name. Raises NewerSchema: there is a job that a later release
         wrote."""
-        flat: Any = await call_async(lambda: self._unfinished(keys=[scripts.INDEX]))
+        flat: Any = await call_async(lambda: self._unfinished(keys=[TRAINING.index]))
         return await asyncio.to_thread(versions_needed, flat)  # specs may be megabytes
 
     async def cancel(self, job_id: str, reason: str = "") -> Job:
@@ -175,7 +175,7 @@ class JobQueue(QueueReader[Job]):
             NotFound: there is no such job.
             Conflict: its result is being published.
         """
-        answer = await self._steer(self._cancel, job_id, [scripts.GROUP, scripts.TRAINING.settles, reason])
+        answer = await self._steer(self._cancel, job_id, [TRAINING.group, TRAINING.settles, reason])
         if answer == "LATE":
             raise Conflict(
                 f"job {job_id} has trained and is publishing its adapter: too late to cancel; when it has ended, "
@@ -192,7 +192,7 @@ class JobQueue(QueueReader[Job]):
             NotFound: there is no such job.
             Conflict: it has ended, is being cancelled, or its result is being published.
         """
-        answer = await self._steer(self._pause, job_id, [scripts.GROUP])
+        answer = await self._steer(self._pause, job_id, [TRAINING.group])
         if answer != "OK":
             why = {"ENDED": "has ended", "LATE": "has trained and is publishing its adapter"}
             raise Conflict(f"job {job_id} {why.get(answer, 'is being cancelled')}: nothing to pause", param="id")
@@ -210,7 +210,7 @@ class JobQueue(QueueReader[Job]):
         return await self.get(job_id)
 
     async def _steer(self, script: AsyncScript, job_id: str, args: Sequence[str]) -> str:
-        keys = [scripts.job_key(job_id), scripts.events_key(job_id), scripts.STREAM]
+        keys = [TRAINING.job_key(job_id), TRAINING.events_key(job_id), TRAINING.stream]
         answer = await call_async(lambda: script(keys=keys, args=[*args]))
         if answer in ("MISSING", "NEWER"):
             await self.get(job_id)  # raises
@@ -220,7 +220,7 @@ class JobQueue(QueueReader[Job]):
     async def newest_events(self, job_id: str, limit: int, before: str | None = None) -> Events:
         """A page of the job's events, newest first: those before an event's id, without it the newest."""
         latest = "+" if before is None else f"({before}"
-        key = scripts.events_key(job_id)
+        key = TRAINING.events_key(job_id)
         reply: Any = await call_async(lambda: self._redis.xrevrange(key, latest, "-", count=limit))
         return [event_from_entry(entry_id, fields) for entry_id, fields in reply]
 
@@ -252,7 +252,7 @@ class JobQueue(QueueReader[Job]):
                 block = int(BLOCK_SECONDS * 1000)
 
     async def _read(self, job_id: str, position: str, block: int | None) -> Entries:
-        key = scripts.events_key(job_id)
+        key = TRAINING.events_key(job_id)
         reply: Any = await call_async(lambda: self._redis.xread({key: position}, count=500, block=block))
         return reply[0][1] if reply else []
 

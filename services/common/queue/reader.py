@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 from redis.commands.core import AsyncScript
 
 from services.common.errors import NotFound
-from services.common.queue import lua as scripts
 from services.common.queue.depth import QueueDepth, measure
+from services.common.queue.keyspace import Keyspace
 from services.common.settings import CommonSettings
 from services.common.storage.redis import call_async, connect_async
 
@@ -29,9 +29,9 @@ class QueueReader(ABC, Generic[Record]):
     called: ClassVar[str]
     """Noun for a record in messages."""
 
-    def __init__(self, settings: CommonSettings, space: scripts.Space) -> None:
+    def __init__(self, settings: CommonSettings, keyspace: Keyspace) -> None:
         self._redis = connect_async(settings)
-        self._space = space
+        self._keys = keyspace
 
     @abstractmethod
     def record(self, values: Any) -> Record | None:
@@ -46,7 +46,7 @@ class QueueReader(ABC, Generic[Record]):
 
     async def depth(self) -> QueueDepth:
         """Waiting and running records of all owners."""
-        return await measure(self._redis, self._space)
+        return await measure(self._redis, self._keys)
 
     async def get(self, job_id: str) -> Record:
         """Raises NotFound."""
@@ -60,7 +60,7 @@ class QueueReader(ABC, Generic[Record]):
         return NotFound(f"no such {self.called}: {job_id[:80]!r}", param="id")
 
     def _script(self, script: str) -> AsyncScript:
-        return self._redis.register_script(self._space.lua(script))
+        return self._redis.register_script(self._keys.lua(script))
 
     async def _page(
         self,
@@ -111,7 +111,7 @@ class QueueReader(ABC, Generic[Record]):
         async def read() -> Any:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for job_id in job_ids:
-                    pipe.exists(self._space.job_key(job_id))
+                    pipe.exists(self._keys.job_key(job_id))
                 return await pipe.execute()
 
         return cast(Sequence[int], await call_async(read))
@@ -123,7 +123,7 @@ class QueueReader(ABC, Generic[Record]):
         async def read() -> Any:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for job_id in job_ids:
-                    pipe.hmget(self._space.job_key(job_id), list(self.fields))
+                    pipe.hmget(self._keys.job_key(job_id), list(self.fields))
                 return await pipe.execute()
 
         return [self.record(values) for values in await call_async(read)]

@@ -16,7 +16,7 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import Job, JobBase, JobEvent, JobProgress, JobSpec, PublishingJob, Spec
 from services.common.jobs.fields.dataset import OfDataset
 from services.common.jobs.fine_tuning import FineTuning
-from services.common.queue import lua as scripts
+from services.common.queue.keyspace import TRAINING
 from services.common.storage.ids import ulid, ulid_of
 from services.common.storage.record_versions import JOB
 
@@ -67,35 +67,40 @@ def submission(
     spec: Spec,
     *,
     idempotency_key: str | None,
-    request_sha: str | None,
-    traceparent: str,
-    key_id: str,
+    request_sha: str | None = None,
+    traceparent: str = "",
+    key_id: str = "",
     fine_tuning: FineTuning | None = None,
+    entry: str = "",
 ) -> tuple[list[str], list[str]]:
-    """Keys and arguments of scripts.SUBMIT for a new job; JobQueue.submit says what they are."""
-    job_id = new_job_id()
+    """Keys and arguments of scripts.SUBMIT for a new job; JobQueue.submit says what they are.
+
+    Args:
+        entry: id of the stream entry that brought the spec; empty: one is added.
+    """
+    job_id = job_id_of_entry(entry) if entry else new_job_id()
     keys = [
-        scripts.STREAM,
-        scripts.INDEX,
-        scripts.job_key(job_id),
-        scripts.events_key(job_id),
-        scripts.idempotency_key(idempotency_key or "", key_id),
-        scripts.line_key(spec.adapter),
+        TRAINING.stream,
+        TRAINING.index,
+        TRAINING.job_key(job_id),
+        TRAINING.events_key(job_id),
+        TRAINING.idempotency_key(idempotency_key or "", key_id),
+        TRAINING.line_key(spec.adapter),
     ]
     args = [job_id, spec_json(spec), request_sha or spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
-    args += ["0" if idempotency_key is None else "1", "", traceparent, "", key_id]
+    args += ["0" if idempotency_key is None else "1", entry, traceparent, "", key_id]
     learnt = spec.learnt if isinstance(spec, OfDataset) else None
     args += ["", ""] if learnt is None else [learnt.version, learnt.digest]
     args.append("" if fine_tuning is None else fine_tuning.model_dump_json())
-    return keys, [*args, webhook_of(spec), dry_run_of(spec)]
+    return keys, [*args, _webhook(spec), _dry_run(spec)]
 
 
-def webhook_of(spec: Spec) -> str:
+def _webhook(spec: Spec) -> str:
     """URL that is told of a job's end; empty: none of its own."""
     return (spec.webhook or "") if isinstance(spec, PublishingJob) else ""
 
 
-def dry_run_of(spec: Spec) -> str:
+def _dry_run(spec: Spec) -> str:
     """ "1" for a dry run; empty: a job that is to be done."""
     return "1" if isinstance(spec, JobBase) and spec.dry_run else ""
 
@@ -181,7 +186,7 @@ def versions_needed(unfinished: Sequence[str]) -> set[AdapterVersion]:
     that keeps one too many.
 
     Args:
-        unfinished: what steering_lua.UNFINISHED answers.
+        unfinished: what steering_scripts.UNFINISHED answers.
 
     Raises:
         NewerSchema: there is a job of a later release.

@@ -2,7 +2,8 @@
 
 The minio SDK signs and sends; it has no public argument for If-Match and If-None-Match, so conditional writes use its
 single-PUT building block (`Minio._put_object`), in this module only. Objects are written by one PUT each, because
-conditions are not dependable on multipart uploads.
+conditions are not dependable on multipart uploads. Listings ask for their pages themselves (`Minio._execute`), because
+the SDK goes on for ever where a server's pages do.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar, TypeAlias, TypeVar
+from xml.etree import ElementTree
 
 import tenacity
 import urllib3
 from minio import Minio
+from minio.datatypes import Object, parse_list_objects
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
 from services.common.errors import Conflict, NotFound, Refused, TemperError, Unavailable
@@ -44,6 +47,7 @@ _MISSING = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
 _REFUSED = frozenset(
     {"AccessDenied", "SignatureDoesNotMatch", "InvalidAccessKeyId", "AuthorizationHeaderMalformed", "NoSuchBucket"}
 )
+_UNMET = "PreconditionFailed"
 _MET = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 _OWNED = frozenset({"BucketAlreadyOwnedByYou", "BucketAlreadyExists"})
 
@@ -62,7 +66,7 @@ class PreconditionFailed(Conflict):
 
 
 class _Damaged(urllib3.exceptions.HTTPError):
-    """Other bytes came than were written."""
+    """Other bytes came than were written, or what no object store answers."""
 
 
 class StoreRejected(TemperError):
@@ -137,15 +141,16 @@ class ObjectStore:
         def read() -> StoredObject:
             response = self._client.get_object(self._bucket, key)
             try:
-                data, digest = response.read(), response.headers.get(_DIGEST)
+                etag, digest = _etag(response.headers), response.headers.get(_DIGEST)
+                data = response.read()
                 if digest is not None and hashlib.sha256(data).hexdigest() != digest:
                     raise _Damaged(f"the object {key} is damaged: it does not match its SHA-256")
-                return StoredObject(data, response.headers.get("etag", "").strip('"'))
+                return StoredObject(data, etag)
             finally:
                 response.close()
                 response.release_conn()
 
-        return self._call(f"get {key}", read)
+        return self._call(f"get {key}", read, of_object=True)
 
     def read_into(self, key: str, offset: int, target: memoryview) -> int:
         """Reads the bytes of an object from ``offset`` on into a buffer that is not empty.
@@ -167,6 +172,7 @@ class ObjectStore:
             try:
                 if offset and response.status != 206:
                     raise InvalidResponseError(response.status, response.headers.get("content-type"), "not the range")
+                _etag(response.headers)
                 count = 0
                 for block in response.stream(_STREAM_BYTES):
                     block = block[: len(target) - count]
@@ -177,7 +183,7 @@ class ObjectStore:
                 response.close()
                 response.release_conn()
 
-        return self._call(f"read {key}", read)
+        return self._call(f"read {key}", read, of_object=True)
 
     def put(self, key: str, data: bytes | memoryview, *, if_match: str | None = None, if_absent: bool = False) -> str:
         """Writes an object and returns its etag.
@@ -201,10 +207,15 @@ class ObjectStore:
         def write() -> str:
             nonlocal attempts
             attempts += 1
-            return str(self._client._put_object(self._bucket, key, body, headers=dict(headers)).etag)
+            try:
+                return _etag(self._client._put_object(self._bucket, key, body, headers=dict(headers)).http_headers)
+            except S3Error as error:
+                if if_absent and error.code == _UNMET and self.head(key) is None:  # gone since, or never there
+                    raise _Damaged(f"the object {key} is said to be there and not to be") from error
+                raise
 
         try:
-            return self._call(f"put {key}", write)
+            return self._call(f"put {key}", write, of_object=if_match is not None, on_condition=len(headers) > 1)
         except ObjectNotFound as error:  # AWS answers If-Match on a missing key with 404
             raise PreconditionFailed(f"object {key} does not exist any more") from error
         except PreconditionFailed:
@@ -218,7 +229,7 @@ class ObjectStore:
     def head(self, key: str) -> str | None:
         """The object's etag; None if there is no such object."""
         try:
-            return self._call(f"head {key}", lambda: self._client.stat_object(self._bucket, key).etag)
+            return self._call(f"head {key}", lambda: _etag(self._stat(key)), of_object=True)
         except ObjectNotFound:
             return None
 
@@ -226,7 +237,7 @@ class ObjectStore:
         """The keys that start with ``prefix``, sorted; not recursive: those directly under it (which ends in "/")."""
 
         def read() -> Keys:
-            found = self._client.list_objects(self._bucket, prefix=prefix, recursive=recursive)
+            found = self._entries(prefix, recursive=recursive)
             return sorted(entry.object_name for entry in found if entry.object_name and not entry.is_dir)
 
         return self._call(f"list {prefix}", read)
@@ -240,9 +251,7 @@ class ObjectStore:
         """
 
         def read() -> Keys:
-            found = self._client.list_objects(
-                self._bucket, prefix=prefix, recursive=True, start_after=f"{prefix}{after}" if after else None
-            )
+            found = self._entries(prefix, start_after=f"{prefix}{after}" if after else "")
             keys = (entry.object_name for entry in found if entry.object_name and not entry.is_dir)
             return list(itertools.islice(keys, limit))
 
@@ -252,7 +261,7 @@ class ObjectStore:
         """The objects whose keys start with ``prefix``, sorted by key."""
 
         def read() -> Listing:
-            found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
+            found = self._entries(prefix)
             listed = (
                 ListedObject(entry.object_name, entry.size or 0, entry.last_modified or datetime.fromtimestamp(0, UTC))
                 for entry in found
@@ -266,7 +275,7 @@ class ObjectStore:
         """The names of the "directories" directly under ``prefix`` (which ends in "/"), sorted."""
 
         def read() -> Keys:
-            found = self._client.list_objects(self._bucket, prefix=prefix, recursive=False)
+            found = self._entries(prefix, recursive=False)
             names = (entry.object_name for entry in found if entry.object_name and entry.is_dir)
             return sorted(name[len(prefix) :].rstrip("/") for name in names)
 
@@ -275,7 +284,7 @@ class ObjectStore:
     def delete(self, key: str) -> None:
         """Removes an object; none there is fine."""
         try:
-            self._call(f"delete {key}", lambda: self._client.remove_object(self._bucket, key))
+            self._call(f"delete {key}", lambda: self._client.remove_object(self._bucket, key), of_object=True)
         except ObjectNotFound:
             return
 
@@ -319,7 +328,43 @@ class ObjectStore:
             if error.code not in _OWNED:
                 raise
 
-    def _call(self, what: str, operation: Callable[[], T]) -> T:
+    def _stat(self, key: str) -> Mapping[str, str]:
+        found: Mapping[str, str] = self._client.stat_object(self._bucket, key).metadata or {}
+        return found
+
+    def _entries(self, prefix: str, *, recursive: bool = True, start_after: str = "") -> Iterator[Object]:
+        """Entries of a listing, page by page; each once."""
+        query = {"list-type": "2", "encoding-type": "url", "max-keys": "1000", "prefix": prefix}
+        query["delimiter"] = "" if recursive else "/"
+        if start_after:
+            query["start-after"] = start_after
+        seen: set[str | None] = set()
+        more, tokens = True, {""}
+        while more:
+            response = self._client._execute("GET", self._bucket, query_params=dict(query))
+            page, more, token, _ = parse_list_objects(response)
+            fresh = [entry for entry in page if entry.object_name not in seen]
+            seen.update(entry.object_name for entry in fresh)
+            yield from fresh
+            if more and ((token or "") in tokens or (page and not fresh)):
+                raise _Damaged(f"the listing of {prefix} repeats itself")
+            query["continuation-token"] = token or ""
+            tokens.add(token or "")
+
+    def _call(self, what: str, operation: Callable[[], T], *, of_object: bool = False, on_condition: bool = False) -> T:
+        """Runs an operation, again if its failure may pass.
+
+        Args:
+            of_object: that there is no such object is an answer.
+            on_condition: so is that the condition does not hold.
+        """
+
+        def attempt() -> T:
+            try:
+                return operation()
+            except (ElementTree.ParseError, ValueError) as error:  # minio's, of an answer that it cannot read
+                raise _Damaged(f"it cannot be read: {_first_line(error)}") from error
+
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_transient),
             stop=tenacity.stop_after_attempt(ATTEMPTS) | tenacity.stop_after_delay(RETRY_SECONDS),
@@ -327,23 +372,31 @@ class ObjectStore:
             reraise=True,
         )
         try:
-            return retrying(operation)
+            return retrying(attempt)
         except S3Error as error:
+            if error.code in _MISSING and of_object:
+                raise ObjectNotFound(f"no such object ({what})") from error
+            if error.code == _UNMET and on_condition:
+                raise PreconditionFailed(f"condition does not hold ({what})") from error
             raise self._translate(what, error) from error
         except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
             raise Unavailable(f"S3 at {self._endpoint} is away ({what}): {_first_line(error)}") from error
 
     def _translate(self, what: str, error: S3Error) -> TemperError:
-        if error.code in _MISSING:
-            return ObjectNotFound(f"no such object ({what})")
-        if error.code == "PreconditionFailed":
-            return PreconditionFailed(f"condition does not hold ({what})")
         if error.code in _REFUSED:
             return Refused(
                 f"S3 at {self._endpoint} refused {what}: {error.code}; check TEMPER_S3_ACCESS_KEY, "
                 "TEMPER_S3_SECRET_KEY and TEMPER_S3_BUCKET"
             )
         return Unavailable(f"S3 at {self._endpoint} failed ({what}): {error.code} {error.message}")
+
+
+def _etag(headers: Mapping[str, str]) -> str:
+    """An object's etag, which every answer about an object has: one without is of something else on the way."""
+    etag = headers.get("etag", "").strip('"')
+    if not etag:
+        raise _Damaged("the answer has no ETag: it is not about an object")
+    return etag
 
 
 def _transient(error: BaseException) -> bool:

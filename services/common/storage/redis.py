@@ -44,16 +44,30 @@ local function now()
 end
 """
 """Function for scripts: Redis's time in unix seconds, as a text."""
+_LEAVES: Final = (redis.exceptions.ReadOnlyError,)
+"""Errors after which a connection is closed: its server is no primary any more, and the name may lead to the next."""
 T = TypeVar("T")
 _CLOSED: Final = "the handler is closed"
 """What uvloop says, in a RuntimeError, of a connection that was reset and is written to before its reader has heard."""
-_AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)
-_REFUSED = (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError, redis.exceptions.AuthenticationError)
+_AWAY = (
+    redis.exceptions.ConnectionError,
+    redis.exceptions.TimeoutError,
+    redis.exceptions.InvalidResponse,  # an answer that is damaged; the connection is closed
+    OSError,
+)
+_PASSING: Final = frozenset(
+    {"READONLY", "BUSY", "NOSCRIPT", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "LOADING"}
+)
+"""Codes of a server that does nothing of the kind now, and may at once: the command is repeated."""
+_REFUSING: Final = _PASSING | {"OOM", "MISCONF", "NOPERM", "NOAUTH", "WRONGPASS"}
+"""Codes of a server that refuses a command for what it is itself, whatever the command says. None was carried out."""
+_OF_PIPELINE: Final = "caused error: "
+"""What redis-py writes before the error of a command in a pipeline."""
 
 
 def connect(settings: CommonSettings) -> redis.Redis:
     """A blocking client that decodes to str."""
-    return client_of(settings, **_TEXT, retry=Retry(NoBackoff(), 0))
+    return client_of(settings, **_TEXT, retry=Retry(NoBackoff(), 0), retry_on_error=[*_LEAVES])
 
 
 def client_of(settings: CommonSettings, **options: Any) -> redis.Redis:
@@ -80,6 +94,7 @@ def connect_async(settings: CommonSettings) -> redis.asyncio.Redis:
     """An asyncio client that decodes to str."""
     url = settings.redis_url.get_secret_value()
     options = {"protocol": 2, **_TEXT, "max_connections": ASYNC_CONNECTIONS, "retry": AsyncRetry(NoBackoff(), 0)}
+    options["retry_on_error"] = [*_LEAVES]
     named = sentinel_url(url)
     if named is None:
         return redis.asyncio.Redis.from_url(url, **options, **_trust(settings, url.startswith("rediss://")))
@@ -105,10 +120,12 @@ def _asking(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call(operation: Callable[[], T]) -> T:
-    """Runs a command that may be repeated. Raises Unavailable when Redis is away."""
+    """Runs a command that may be repeated. Raises Unavailable when Redis is away, or in no state to do it."""
     try:
         return tenacity.Retrying(**_policy())(operation)
-    except (*_AWAY, *_REFUSED) as error:
+    except (*_AWAY, redis.exceptions.ResponseError) as error:
+        if not _no_state_for_it(error):
+            raise
         raise unavailable(error) from error
 
 
@@ -125,7 +142,9 @@ async def call_async(operation: Callable[[], Awaitable[T]]) -> T:
 
     try:
         return await tenacity.AsyncRetrying(**_policy())(attempt)
-    except (*_AWAY, *_REFUSED) as error:
+    except (*_AWAY, redis.exceptions.ResponseError) as error:
+        if not _no_state_for_it(error):
+            raise
         raise unavailable(error) from error
 
 
@@ -155,12 +174,31 @@ async def ids_before(client: redis.asyncio.Redis, index: str, after: str | None,
 def unavailable(error: Exception) -> Unavailable:
     """Error for a client, without the URL, which may hold a password."""
     text = (str(error) or type(error).__name__).splitlines()[0][:200]
-    return Unavailable(f"Redis (TEMPER_REDIS_URL) is away: {text}")
+    if not isinstance(error, redis.exceptions.ResponseError):
+        return Unavailable(f"Redis (TEMPER_REDIS_URL) is away: {text}")
+    code = _code(error)
+    return Unavailable(f"Redis (TEMPER_REDIS_URL) refuses: {text if code in text else f'{code} {text}'}")
+
+
+def _code(error: redis.exceptions.ResponseError) -> str:
+    """What the answer begins with: redis-py cuts it off where it has a class for it."""
+    return error.status_code or str(error).rpartition(_OF_PIPELINE)[2].partition(" ")[0]
+
+
+def _no_state_for_it(error: Exception) -> bool:
+    """True if that is trouble of the server or of the way to it; else the command is wrong."""
+    return not isinstance(error, redis.exceptions.ResponseError) or _code(error) in _REFUSING
+
+
+def _passes(error: BaseException) -> bool:
+    if isinstance(error, redis.exceptions.ResponseError):
+        return _code(error) in _PASSING
+    return isinstance(error, _AWAY)
 
 
 def _policy() -> dict[str, Any]:
     return {
-        "retry": tenacity.retry_if_exception_type(_AWAY),
+        "retry": tenacity.retry_if_exception(_passes),
         "stop": tenacity.stop_after_delay(RETRY_SECONDS),
         "wait": tenacity.wait_random_exponential(multiplier=0.05, max=0.5),
         "reraise": True,

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_LONGEST_NAME = 200
+"""Characters that are told of a field's name. Names of fields that are unknown are the client's."""
+_LONGEST_VALUE = 80
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+def contradiction(message: str, param: str) -> PydanticCustomError:
+    """Error that a model's validator raises for fields that do not go together.
+
+    Args:
+        message: what is wrong, and the way out.
+        param: the field to change, by its path in the model ("data[3].weights").
+    """
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -19,9 +35,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def dotted(path: Sequence[int | str]) -> str:
-    """A place in JSON: `examples[0].prompt`."""
+    """A place in JSON: `examples[0].prompt`. Names that are too long are cut off."""
     text = ""
     for segment in path:
+        segment = segment[:_LONGEST_NAME] if isinstance(segment, str) else segment
         text += f"[{segment}]" if isinstance(segment, int) else f".{segment}" if text else segment
     return text
 
@@ -41,8 +58,19 @@ class Told:
 
     @property
     def words(self) -> str:
-        """The message, without what pydantic puts before a validator's own words."""
-        return str(self.error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        """The message, without what pydantic puts before a validator's own words, nor the whole of a value that was to
+        say what the object is."""
+        text = str(self.error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        tag = str((self.error.get("ctx") or {}).get("tag", ""))
+        return text.replace(tag, f"{tag[:_LONGEST_VALUE]}…") if len(tag) > _LONGEST_VALUE else text
+
+    def named(self, model: Any, body: Any) -> str | None:
+        """The field that the message of an error of the whole body names, as of fields that do not go together: the
+        first that was sent, or else the first; None: it names none."""
+        known = fields_at(model, (), body)
+        names = [word for word in _WORD.findall(self.words) if word in known]
+        sent = body if isinstance(body, Mapping) else {}
+        return next((name for name in names if name in sent), names[0] if names else None)
 
     def suggestion(self, model: Any, body: Any) -> str:
         """Suggestion for an unknown field, by the models that may stand in its place."""

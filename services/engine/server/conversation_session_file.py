@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,8 +20,8 @@ class Facts(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     adapter: str = Field(max_length=512)
-    requests: int = Field(ge=0)
-    sizes: list[int] = Field(min_length=1, max_length=_MOST_ENTRIES)
+    requests: int = Field(ge=0, lt=2**53)
+    sizes: list[Annotated[int, Field(gt=0, lt=2**53)]] = Field(min_length=1, max_length=_MOST_ENTRIES)
     """Bytes of each entry."""
 
 

@@ -25,8 +25,7 @@ _KINDS: tuple[tuple[type[errors.TemperError], pb.ErrorCode.ValueType, grpc.Statu
     (errors.DeadlineExceeded, pb.ERROR_CODE_DEADLINE_EXCEEDED, grpc.StatusCode.DEADLINE_EXCEEDED),
 )
 
-INTERNAL_MESSAGE = "the engine failed on this request; its log has the details"
-"""Message that a client gets for a bug, without details of the engine."""
+INTERNAL_MESSAGE = errors.ENGINE_FAULT
 
 
 def _told(error: BaseException) -> BaseException:

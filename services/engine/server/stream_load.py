@@ -86,9 +86,10 @@ class StreamLoad:
         return len(self._prefill)
 
     def submitted(self, message: pb.GenerateRequest) -> None:
-        """A request was taken."""
-        self._prefill[message.request_id] = message.expected_prefill
-        self._change(1, message.expected_prefill, message.prefix_hashes)
+        """A request was taken. It is no more load than its prompt, whatever its gateway expects."""
+        prefill = min(message.expected_prefill, len(message.prompt_token_ids))
+        self._prefill[message.request_id] = prefill
+        self._change(1, prefill, message.prefix_hashes)
 
     def begun(self, name: str) -> None:
         """A request has its first token, or one more."""

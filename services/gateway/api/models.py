@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import Annotated
 
 import structlog
+from fastapi import Query
 
-from services.common.adapters.composition import Published, parse_composition, parse_published, versions_of
+from services.common.adapters.composition import MAX_TEXT, Published, parse_composition, parse_published, versions_of
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.api.adapters.routes import Adapters, AdapterServices
@@ -17,6 +19,7 @@ from services.gateway.auth.route_permissions import ANY_KEY, Permission
 from services.gateway.protocol.models import ModelList, ModelObject
 
 routes = Routes("models")
+Cursor = Annotated[str | None, Query(max_length=MAX_TEXT)]
 _PATIENCE = 1.5
 """Longest time that a list waits for the object store. Clients ask for the models first, and completions do not need
 the store."""
@@ -85,12 +88,39 @@ async def _exists(adapters: AdapterServices, version: AdapterVersion) -> bool:
 
 
 @routes.get("/v1/models", Permission(ANY_KEY))
-async def list_models(adapters: Adapters) -> ModelList:
-    """The base model, with the adapter that answers under its name, and the adapters."""
+async def list_models(
+    adapters: Adapters,
+    limit: Annotated[int | None, Query(ge=1, le=1000, description="Models of a page; default: all.")] = None,
+    after_id: Cursor = None,
+    before_id: Cursor = None,
+) -> ModelList:
+    """The base model, with the adapter that answers under its name, and the adapters. Pages are Anthropic's: from
+    behind `after_id` on, or the last ones that stand before `before_id`."""
     attached, current = await _adapters(adapters)
     versions = [AdapterVersion(name, number) for name, number in sorted(current.items())]
     models = [_base(adapters, attached), *(_adapter(adapters, v.name, v, attached) for v in versions)]
-    return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id)
+    if after_id is not None and before_id is not None:
+        raise InvalidRequest("after_id and before_id ask for two pages: send one of them", param="before_id")
+    if after_id is not None:
+        models = models[_place(models, after_id, "after_id") + 1 :]
+    if before_id is not None:
+        models = models[: _place(models, before_id, "before_id")]
+    most = len(models) if limit is None else limit
+    page = models[:most] if before_id is None else models[-most:]
+    return ModelList(
+        data=page,
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=len(models) > most,
+    )
+
+
+def _place(models: list[ModelObject], model: str, param: str) -> int:
+    """Place of a model in the list. Raises ModelNotFound."""
+    for place, one in enumerate(models):
+        if one.id == model:
+            return place
+    raise ModelNotFound(f"model {model[:80]!r} does not exist", param=param)
 
 
 @routes.get("/v1/models/{model:path}", Permission(ANY_KEY))

@@ -18,7 +18,7 @@ from services.common.pb import engine_pb2
 from services.gateway.api.base.routing import Inference, Routes
 from services.gateway.api.base.serving import adapter_header, json_response, within
 from services.gateway.auth.route_permissions import INFERENCE, Permission
-from services.gateway.engines.pool import ServedModel
+from services.gateway.engines.served_model import ServedModel
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.engine_request import check_messages
 from services.gateway.inference.generation import traceparent_of

@@ -16,7 +16,7 @@ from services.gateway.api.base.routing import Inference, Routes, provided
 from services.gateway.auth.caller import owner
 from services.gateway.auth.route_permissions import ADMIN, INFERENCE, Permission
 from services.gateway.core.errors import response_of
-from services.gateway.engines.conversation_sessions import ConversationSessionRouter
+from services.gateway.engines.calls.conversation_sessions import ConversationSessionRouter
 from services.gateway.inference.engine_request import session_of
 from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject, SessionPath
 

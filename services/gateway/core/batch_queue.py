@@ -1,6 +1,6 @@
 """Batches of requests as data and as jobs of a queue of their own; gateways are its consumers.
 
-The keys are those of services/common/queue/lua.py under names of their own, with an index an owner.
+The keys are those of services/common/queue/keyspace.py under names of their own, with an index an owner.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pydantic import Field, TypeAdapter
 
 from services.common.errors import Conflict
 from services.common.jobs.record import JobState
-from services.common.queue import lua as scripts
-from services.common.queue import steering_lua
+from services.common.queue import scripts, steering_scripts
 from services.common.queue.delivery import Claimed, Delivery
+from services.common.queue.keyspace import Keyspace
 from services.common.queue.reader import QueueReader
 from services.common.settings import CommonSettings
 from services.common.storage.ids import PATTERN, key_of, ulid
@@ -27,7 +27,7 @@ from services.common.storage.record_versions import BATCH
 from services.common.storage.redis import call_async
 from services.common.validation.strict_models import StrictModel
 
-BATCHES = scripts.Space(
+BATCHES = Keyspace(
     "temper:batches",
     "gateways",
     "temper:batch:",
@@ -194,7 +194,7 @@ class BatchQueue(QueueReader[Batch]):
     def __init__(self, settings: CommonSettings) -> None:
         super().__init__(settings, replace(BATCHES, ttl=settings.jobs_ttl_seconds))
         self._submit = self._script(scripts.SUBMIT)
-        self._cancel = self._script(steering_lua.CANCEL)
+        self._cancel = self._script(steering_scripts.CANCEL)
         self._open = self._redis.register_script(_OPEN)
         self._remove = self._redis.register_script(_FORGET)
         self.kind: Kind = "batch"
@@ -320,8 +320,8 @@ class BatchConsumer(Delivery[Batch, BatchSpec]):
     def __init__(
         self, settings: CommonSettings, *, owner: str, reclaim_seconds: float = 30.0, max_attempts: int = 3
     ) -> None:
-        space = replace(BATCHES, ttl=settings.jobs_ttl_seconds)
-        super().__init__(settings, space, owner=owner, reclaim_seconds=reclaim_seconds, max_attempts=max_attempts)
+        keyspace = replace(BATCHES, ttl=settings.jobs_ttl_seconds)
+        super().__init__(settings, keyspace, owner=owner, reclaim_seconds=reclaim_seconds, max_attempts=max_attempts)
 
     def record(self, values: Any) -> Batch | None:
         return _batch(values)

@@ -42,7 +42,7 @@ from services.common.errors import (
     nothing_left,
 )
 from services.common.pb import engine_pb2
-from services.common.validation.errors import dotted, most_telling
+from services.common.validation.errors import Told, dotted, most_telling
 
 log = structlog.get_logger(__name__)
 
@@ -89,6 +89,8 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 _TINKER = "/api/v1/"
 _FOR_TINKER: Mapping[int, int] = {409: 400}
 """Statuses that Tinker's SDK takes for passing trouble, and asks again for minutes."""
+_LONGEST_PATH = 200
+"""Characters that are told of a path that has no route."""
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that went away; only logs and metrics see it."""
 
@@ -198,9 +200,9 @@ def engine_error(error: engine_pb2.Error) -> TemperError:
             return _FROM_ENGINE.get(error.code, TemperError)(message, param=param)
 
 
-def _describe(error: Mapping[str, Any], name: str) -> tuple[str, str]:
+def _describe(told: Told, name: str) -> tuple[str, str]:
     """Message and code of one pydantic error."""
-    kind, text = str(error["type"]), str(error["msg"]).removeprefix("Value error, ")
+    error, kind, text = told.error, str(told.error["type"]), told.words
     if kind == "json_invalid":
         return f"the body is not valid JSON: {error.get('ctx', {}).get('error', text)}", "invalid_json"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -230,7 +232,9 @@ def _complaint(errors: Sequence[Mapping[str, Any]], body: Any, model: Any) -> tu
         return "the request body is missing", "missing_required_parameter", None
     if told.unknown and model is not None and (meant := told.suggestion(model, body)):
         return f"Unknown parameter: {name!r}{meant}", "unknown_parameter", name
-    message, code = _describe(error, name)
+    message, code = _describe(told, name)
+    if not path and error["type"] == "value_error" and model is not None:
+        name = told.named(model, body) or ""
     return message, code, name or None
 
 
@@ -274,9 +278,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code
     message = str(error.detail)
     if status == 404:
-        message = f"no such route: {request.method} {request.url.path}"
+        message = f"no such route: {request.method} {request.url.path[:_LONGEST_PATH]}"
     elif status == 405:
-        message = f"{request.method} is not allowed on {request.url.path}"
+        message = f"{request.method} is not allowed on {request.url.path[:_LONGEST_PATH]}"
     code = _HTTP_CODES.get(status, "invalid_request" if status < 500 else "internal_error")
     return error_response(message, status=status, code=code, headers=error.headers, route=_route(request))
 

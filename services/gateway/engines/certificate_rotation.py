@@ -12,6 +12,7 @@ from collections.abc import Callable, MutableMapping
 import structlog
 
 from services.common.security.tls import FOLLOW_SECONDS, Certificates
+from services.common.storage.repeated import repeat
 from services.gateway.engines.client import EngineClient
 
 log = structlog.get_logger(__name__)
@@ -52,15 +53,16 @@ class CertificateRotation:
     async def run(self) -> None:
         """Follows until cancelled."""
         try:
-            while True:
-                await asyncio.sleep(FOLLOW_SECONDS)
-                if await asyncio.to_thread(self._certificates.refresh):
-                    await asyncio.gather(*(self._replace(client) for client in tuple(self._clients.values())))
-                await self._reap()
+            await repeat(self._follow, FOLLOW_SECONDS, log, "certificates")
         finally:
             for task in self._retired.values():
                 task.cancel()
             await asyncio.gather(*self._retired.values(), return_exceptions=True)
+
+    async def _follow(self) -> None:
+        if await asyncio.to_thread(self._certificates.refresh):
+            await asyncio.gather(*(self._replace(client) for client in tuple(self._clients.values())))
+        await self._reap()
 
     async def _replace(self, old: EngineClient) -> None:
         if not old.connected:
@@ -85,7 +87,7 @@ class CertificateRotation:
 
     async def _reap(self) -> None:
         for client, connection in list(self._retired.items()):
-            if client.in_flight == 0:
-                connection.cancel()
-                await asyncio.wait([connection])
+            if connection.done():
                 del self._retired[client]
+            elif client.in_flight == 0 and not connection.cancelling():
+                connection.cancel()  # ends when its other calls have

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 
-import grpc
 import structlog
 from grpc import aio
 
-from services.common.errors import AdapterRejected, TemperError, Unavailable
+from services.common.errors import TemperError, Unavailable
 from services.common.pb import (
-    adapters_pb2,
     adapters_pb2_grpc,
     engine_pb2,
     engine_pb2_grpc,
     histories_pb2_grpc,
     sessions_pb2_grpc,
 )
-from services.gateway.core.errors import engine_error
 from services.gateway.engines.channel import Channels
 from services.gateway.engines.circuit_breaker import BreakerPolicy, CircuitBreaker
+from services.gateway.engines.in_flight import InFlightRequest, InFlightRequests
 from services.gateway.engines.load_balancing import (
     TOKENS_PER_REQUEST,
     Candidate,
-    InFlightRequest,
-    InFlightRequests,
     Route,
     holds,
     named_adapter,
@@ -37,9 +33,8 @@ from services.gateway.engines.update_queue import StreamBroken, UpdateQueue
 
 log = structlog.get_logger(__name__)
 
-_CHUNK = 2**20
-_ROLLOUTS = 64
-"""Most rollouts that are asked for at once: one may have a whole context of tokens."""
+_CALLS_SECONDS = 130.0
+"""Longer than any call beside the stream takes, but for the export of a large session."""
 
 ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]
 _RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
@@ -103,6 +98,10 @@ class EngineClient:
         self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
         self._channels = channels
         self._channel: aio.Channel | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        """Channels that calls still run on, and that nothing else will use."""
+        self.patience = _CALLS_SECONDS
+        """Seconds that a channel stays open for the calls on it; 0: the gateway is about to exit."""
         self._opened_with = ""
         """The fingerprint of the certificates that the channel was opened with."""
 
@@ -209,8 +208,12 @@ class EngineClient:
 
     # -- calls
 
+    def adapters(self) -> adapters_pb2_grpc.AdaptersAsyncStub:
+        """Stub for the adapters that the engine serves."""
+        return adapters_pb2_grpc.AdaptersStub(self._open_channel())
+
     def sessions(self) -> sessions_pb2_grpc.SessionsAsyncStub:
-        """The engine's training sessions."""
+        """Stub for the engine's training sessions."""
         return sessions_pb2_grpc.SessionsStub(self._open_channel())
 
     def histories(self) -> histories_pb2_grpc.HistoriesAsyncStub:
@@ -221,74 +224,9 @@ class EngineClient:
         """Stub for calls beside the stream of requests."""
         return engine_pb2_grpc.EngineStub(self._open_channel())
 
-    async def tokenizer_files(self) -> dict[str, bytes]:
-        """Fetches the tokenizer files."""
-        chunks: dict[str, list[bytes]] = {}
-        stub = self.engine()
-        async for chunk in stub.GetTokenizerFiles(engine_pb2.GetTokenizerFilesRequest(), timeout=60):
-            chunks.setdefault(chunk.name, []).append(chunk.data)
-        return {name: b"".join(parts) for name, parts in chunks.items()}
-
-    async def rollouts(
-        self, completion_ids: Sequence[str], *, sessions: Sequence[engine_pb2.SessionRef] = (), timeout: float
-    ) -> list[engine_pb2.Rollout]:
-        """Looks up finished completions, a part of them a call: an engine limits the size of a message.
-
-        Args:
-            sessions: conversation sessions whose completions are looked up as well.
-            timeout: seconds of each call.
-
-        Raises:
-            Unavailable: the engine cannot be asked.
-        """
-        stub = self.engine()
-        parts = [completion_ids[at : at + _ROLLOUTS] for at in range(0, len(completion_ids), _ROLLOUTS)]
-        asked = [engine_pb2.GetRolloutsRequest(completion_ids=part) for part in parts]
-        asked += [engine_pb2.GetRolloutsRequest(sessions=[session]) for session in sessions]
-        try:
-            answers = [await stub.GetRollouts(request, timeout=timeout) for request in asked]
-            return [rollout for answer in answers for rollout in answer.rollouts]
-        except aio.AioRpcError as error:
-            raise self._unavailable(error) from error
-
-    async def sync_adapters(self, *, timeout: float) -> adapters_pb2.SyncResponse:
-        """Makes the engine read the adapter pointers now.
-
-        Raises:
-            Unavailable: it did not answer in time.
-        """
-        stub = adapters_pb2_grpc.AdaptersStub(self._open_channel())
-        try:
-            return await stub.Sync(adapters_pb2.SyncRequest(), timeout=timeout)
-        except aio.AioRpcError as error:
-            raise self._unavailable(error) from error
-
-    async def validate_adapter(self, files: dict[str, bytes], *, timeout: float) -> adapters_pb2.ValidateResponse:
-        """Has the engine bind an adapter's files without loading them.
-
-        Raises:
-            AdapterRejected: they do not bind; the message names the tensor or field.
-            Unavailable: the engine cannot be asked.
-        """
-        stub = adapters_pb2_grpc.AdaptersStub(self._open_channel())
-
-        async def chunks() -> AsyncIterator[engine_pb2.FileChunk]:
-            for name, data in files.items():
-                for start in range(0, max(1, len(data)), _CHUNK):
-                    yield engine_pb2.FileChunk(name=name, data=data[start : start + _CHUNK])
-
-        try:
-            answer = await stub.Validate(chunks(), timeout=timeout)
-        except aio.AioRpcError as error:
-            if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
-                raise AdapterRejected(error.details() or "the engine rejects the adapter") from error
-            raise self._unavailable(error) from error
-        if answer.HasField("error"):
-            raise engine_error(answer.error)
-        return answer
-
-    def _unavailable(self, error: aio.AioRpcError) -> Unavailable:
-        return Unavailable(f"engine {self.address} does not answer: {error.code().name}", retry_after=2.0)
+    def unavailable(self, error: aio.AioRpcError, *, retry_after: float = 2.0) -> Unavailable:
+        """The error for whoever waits for a call to this engine that has failed."""
+        return Unavailable(f"engine {self.address} does not answer: {error.code().name}", retry_after=retry_after)
 
     # -- connection
 
@@ -318,9 +256,13 @@ class EngineClient:
                 await asyncio.sleep(pause * random.uniform(0.8, 1.2))
                 pause = min(0.3, pause * 1.5)
                 if self._opened_with != self._channels.fingerprint:  # the next one takes the certificates as they are
-                    await self._close_channel()
+                    self._leave_channel()
         finally:
-            await self._close_channel()
+            if not self.patience:
+                for closing in self._closing:
+                    closing.cancel()
+            self._leave_channel()
+            await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _open_channel(self) -> aio.Channel:
         if self._channel is None:
@@ -328,10 +270,13 @@ class EngineClient:
             self._channel = self._channels.open(self.address)
         return self._channel
 
-    async def _close_channel(self) -> None:
+    def _leave_channel(self) -> None:
+        """Closes the channel once the calls on it have ended: closed before, it would cancel whoever waits for one."""
         channel, self._channel = self._channel, None
         if channel is not None:
-            await channel.close()
+            closing = asyncio.create_task(channel.close(self.patience))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _session(self) -> None:
         stub = self.engine()

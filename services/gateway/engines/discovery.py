@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 import structlog
 
+from services.common.storage.repeated import repeat
 from services.gateway.core.addresses import EngineTarget, join
 
 log = structlog.get_logger(__name__)
@@ -66,9 +67,7 @@ class Discovery:
                 tasks.create_task(self._follow(name))
 
     async def _follow(self, name: EngineTarget) -> None:
-        while True:
-            await self._look_up(name)
-            await asyncio.sleep(self._every)
+        await repeat(lambda: self._look_up(name), self._every, log, "discovery")
 
     async def _look_up(self, name: EngineTarget) -> None:
         try:

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 import structlog
 
-from services.common.errors import CheckpointRejected, Unavailable
+from services.common.errors import Unavailable
 from services.common.jobs.scorers.grants import Granted
-from services.common.pb import adapters_pb2, engine_pb2
+from services.common.pb import engine_pb2
 from services.common.security.tls import Certificates
 from services.common.shutdown import ASLEEP
-from services.common.text.tokenizer import TextCodec
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.certificate_rotation import CertificateRotation
 from services.gateway.engines.channel import Channels
@@ -23,28 +22,14 @@ from services.gateway.engines.client import EngineClient
 from services.gateway.engines.discovery import Discovery, Resolve, resolve
 from services.gateway.engines.load_balancing import Affinity, Route, choose
 from services.gateway.engines.request_group import RequestGroup
+from services.gateway.engines.served_model import ModelAgreement, ServedModel
 from services.gateway.engines.update_queue import FairWaker
 from services.gateway.settings import GatewaySettings
-from services.gateway.text.detokenizer import Vocabulary
 
 log = structlog.get_logger(__name__)
 
 _REAP_SECONDS = 1.0
 """Between two looks at engines that discovery does not name any more."""
-
-
-class ServedModel:
-    """The model behind the engines and its tokenizer: the same for all of them.
-
-    Args:
-        info: what the engine says about it.
-        codec: built from the engine's tokenizer files.
-    """
-
-    def __init__(self, info: engine_pb2.Model, codec: TextCodec) -> None:
-        self.info = info
-        self.codec = codec
-        self.vocabulary = Vocabulary(codec)
 
 
 class EnginePool:
@@ -70,8 +55,7 @@ class EnginePool:
         self._metrics = metrics
         self.created = int(time.time())
         self.waker = FairWaker()
-        self._model: ServedModel | None = None
-        self._model_lock = asyncio.Lock()
+        self._agreement = ModelAgreement(lambda: self.clients)
         self._breaker = BreakerPolicy(
             settings.breaker_failures,
             settings.breaker_window_seconds,
@@ -130,6 +114,8 @@ class EnginePool:
     async def stop(self) -> None:
         """Closes all connections; requests that still run are aborted by their engines."""
         tasks = [*self._tasks, *self._connections.values()]
+        for client in (*self.clients, *(self._renewal.retired if self._renewal is not None else ())):
+            client.patience = 0.0
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -141,7 +127,7 @@ class EnginePool:
             stale_after=self._settings.status_timeout_seconds,
             prefix_blocks=self._settings.prefix_index_blocks,
             breaker=self._breaker,
-            on_model=self._accept_model,
+            on_model=self._agreement.accept,
             on_change=self._wake,
             channels=self._channels,
         )
@@ -192,17 +178,17 @@ class EnginePool:
         Raises:
             Unavailable: no engine has been reached yet.
         """
-        if self._model is None:
+        if self._agreement.served is None:
             reasons = "; ".join(f"{client.address}: {client.last_error}" for client in self.clients)
             raise Unavailable(
                 f"no engine has been reached yet ({reasons or 'TEMPER_ENGINES names none'})", retry_after=2
             )
-        return self._model
+        return self._agreement.served
 
     @property
     def info(self) -> engine_pb2.Model | None:
         """The model's facts, if an engine has been reached."""
-        return None if self._model is None else self._model.info
+        return None if self._agreement.served is None else self._agreement.served.info
 
     @property
     def attached(self) -> str | None:
@@ -211,29 +197,6 @@ class EnginePool:
             if client.status is not None:
                 return client.status.attached_adapter or None
         return None
-
-    async def _accept_model(self, client: EngineClient, info: engine_pb2.Model) -> None:
-        """Checks that an engine serves the same model as the others; fetches the tokenizer if it is new."""
-        async with self._model_lock:
-            others = [c for c in self.clients if c is not client and c.model is not None]
-            different = next((c for c in others if c.model is not None and c.model.digest != info.digest), None)
-            if different is not None:
-                raise CheckpointRejected(
-                    f"engine {client.address} serves {info.name} ({info.digest[:12]}) but {different.address} another "
-                    "checkpoint: all engines of a gateway must serve the same"
-                )
-            if self._model is None or self._model.info.tokenizer_digest != info.tokenizer_digest:
-                files = await client.tokenizer_files()
-                codec = await asyncio.to_thread(TextCodec, files)
-                if codec.digest != info.tokenizer_digest:
-                    raise CheckpointRejected(
-                        f"engine {client.address}: the tokenizer files have digest {codec.digest[:12]}, announced was "
-                        f"{info.tokenizer_digest[:12]}"
-                    )
-                self._model = ServedModel(info, codec)
-            elif self._model.info != info:
-                self._model = ServedModel(info, self._model.codec)
-            client.model = info
 
     def _wake(self) -> None:
         if self.ready:
@@ -399,52 +362,3 @@ class EnginePool:
         if prompts is None:
             prompts = [request.prompt_token_ids for request in requests]
         return RequestGroup(self, requests, prompts, self._settings, affinity or Affinity())
-
-    # -- other calls
-
-    async def sync_adapters(self) -> list[adapters_pb2.SyncResponse]:
-        """Makes every connected engine read the adapter pointers, within a bounded time. Failures are logged: an
-        engine that was not reached reads them at its next poll."""
-        connected = [client for client in self.clients if client.connected]
-        results = await asyncio.gather(
-            *(client.sync_adapters(timeout=self._settings.sync_timeout_seconds) for client in connected),
-            return_exceptions=True,
-        )
-        answers: list[adapters_pb2.SyncResponse] = []
-        for client, result in zip(connected, results, strict=True):
-            if isinstance(result, adapters_pb2.SyncResponse):
-                answers.append(result)
-            else:
-                log.warning("engine did not sync its adapters", engine=client.address, error=str(result))
-        return answers
-
-    async def validate_adapter(self, files: dict[str, bytes]) -> adapters_pb2.ValidateResponse:
-        """Has one engine bind an adapter strictly.
-
-        Raises:
-            AdapterRejected: it does not bind.
-            Unavailable: no engine can be asked.
-        """
-        for client in self.clients:
-            if client.connected:
-                return await client.validate_adapter(files, timeout=self._settings.validate_timeout_seconds)
-        raise Unavailable("no engine is there to check the adapter", retry_after=2.0)
-
-    async def rollouts(self, completion_ids: Sequence[str], *, at_least: int) -> dict[str, engine_pb2.Rollout]:
-        """Finished completions by id, from all engines; those that none remembers are absent.
-
-        Args:
-            completion_ids: ids to look up; one completion may be asked for under two names.
-            at_least: how many a caller needs.
-
-        Raises:
-            Unavailable: fewer were found and not every engine could be asked.
-        """
-        results = await asyncio.gather(
-            *(client.rollouts(completion_ids, timeout=10.0) for client in self.clients), return_exceptions=True
-        )
-        found = {one.completion_id: one for some in results if not isinstance(some, BaseException) for one in some}
-        failed = next((result for result in results if isinstance(result, BaseException)), None)
-        if len(found) < at_least and failed is not None:
-            raise failed
-        return found

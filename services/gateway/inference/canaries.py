@@ -17,6 +17,7 @@ import structlog
 from services.common.adapters.names import BASE
 from services.common.errors import TemperError, Unavailable
 from services.common.shutdown import cancel_and_wait
+from services.common.storage.repeated import repeat
 from services.gateway.auth.caller import owner
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.inference.engine_request import policy_ref
@@ -63,6 +64,7 @@ class Canaries:
         self._of_base: Route | None = None
         """Canary that requests for the base model's name take part in."""
         self._heard = 0.0
+        self._told = time.monotonic()
         self._counts: dict[str, dict[str, Counts]] = {}
         """Canary → arm → what was counted here since the gateway began."""
         self._sessions: dict[str, set[str]] = {}
@@ -123,13 +125,13 @@ class Canaries:
         self._metrics.canaries_ended.labels(record.state, reason).inc()
 
     async def _follow(self) -> None:
-        told = time.monotonic()
-        while True:
-            await self._poll()
-            if self._untold and time.monotonic() - told > _COUNTS_SECONDS:
-                await self._tell()
-                told = time.monotonic()
-            await asyncio.sleep(_POLL_SECONDS)
+        await repeat(self._once, _POLL_SECONDS, log, "canaries")
+
+    async def _once(self) -> None:
+        await self._poll()
+        if self._untold and time.monotonic() - self._told > _COUNTS_SECONDS:
+            self._told = time.monotonic()
+            await self._tell()
 
     async def _poll(self) -> None:
         asked = time.monotonic()

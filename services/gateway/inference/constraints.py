@@ -11,7 +11,7 @@ from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2
 from services.common.text.output_parser import END_THINK
 from services.common.text.tool_calls.parser import OPEN
-from services.gateway.engines.pool import ServedModel
+from services.gateway.engines.served_model import ServedModel
 from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.fields.sampling import ReasoningFields
 from services.gateway.protocol.fields.structured_outputs import ConstraintFields, Wanted

@@ -21,7 +21,7 @@ from services.gateway.auth.caller import owner, seconds_left
 from services.gateway.core.admission import Reservation
 from services.gateway.core.metrics import GenAiRequest
 from services.gateway.engines.load_balancing import Affinity
-from services.gateway.engines.pool import ServedModel
+from services.gateway.engines.served_model import ServedModel
 from services.gateway.inference.canaries import KnownAs
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.context import InferenceContext

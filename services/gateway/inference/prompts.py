@@ -9,7 +9,7 @@ from typing import Any
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.text.output_parser import END_THINK, THINK
 from services.common.text.template import RESERVED_KWARGS
-from services.gateway.engines.pool import ServedModel
+from services.gateway.engines.served_model import ServedModel
 from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.completions import CompletionRequest
 from services.gateway.settings import GatewaySettings

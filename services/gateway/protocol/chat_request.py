@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, model_validator
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import (
     SOME,
     Rules,
@@ -26,7 +27,6 @@ from services.gateway.protocol.fields.base import (
     CacheOptions,
     JsonObject,
     RequestModel,
-    contradiction,
     unsupported,
 )
 from services.gateway.protocol.fields.sampling import (

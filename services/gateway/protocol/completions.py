@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, has, where
-from services.gateway.protocol.fields.base import AnswerModel, TokenId, contradiction
+from services.gateway.protocol.fields.base import AnswerModel, TokenId
 from services.gateway.protocol.fields.sampling import MAX_TOP_LOGPROBS, SamplingFields
 
 # fail_fast: one error is told, and the errors of a million entries would fill the memory.

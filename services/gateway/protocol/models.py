@@ -46,13 +46,13 @@ class ModelObject(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All of them, in one page."""
+    """A page of them; all of them, if none was asked for."""
 
     object: Literal["list"] = "list"
     data: list[ModelObject]
-    has_more: Literal[False] = False
-    first_id: str
-    last_id: str
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 AdapterPath = Annotated[str, Path(json_schema_extra=dict(NAME_SCHEMA))]

@@ -6,11 +6,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, at_most_one, given, only_with
 from services.gateway.protocol.chat_request import ChatRequest, Message
 from services.gateway.protocol.completions import CachedTokens, Texts, TokenIds, as_list
 from services.gateway.protocol.fields.adapters import PolicyFields
-from services.gateway.protocol.fields.base import AnswerModel, JsonObject, contradiction
+from services.gateway.protocol.fields.base import AnswerModel, JsonObject
 from services.gateway.protocol.fields.tools import Tool
 
 MAX_SCORE_ALTERNATIVES = 128

@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, exactly_one, given, only_with, true_only_with
 from services.gateway.protocol.chat_request import CONTINUES_OR_BEGINS, NOT_ONLY_HOSTED, Message
-from services.gateway.protocol.fields.base import JsonObject, RequestModel, TokenId, contradiction
+from services.gateway.protocol.fields.base import JsonObject, RequestModel, TokenId
 from services.gateway.protocol.fields.tools import OfferedTool
 
 _CHAT_ONLY = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")

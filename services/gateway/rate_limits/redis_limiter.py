@@ -336,7 +336,7 @@ class RedisLimiter:
         """Tries to reach Redis, and tells it which requests run."""
         try:
             await self._bounded(self._greet())
-        except (redis.exceptions.RedisError, OSError) as error:
+        except Exception as error:  # whatever it is, no thread to look up a name for one: limits must be shared again
             self._note_loss(error)
             await self._drop_connection()
             return

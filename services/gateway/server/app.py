@@ -63,9 +63,10 @@ from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.tidying import Chore, Tidying
 from services.gateway.core.webhook_store import WebhookStore
-from services.gateway.engines.conversation_sessions import ConversationSessionRouter
+from services.gateway.engines.calls.adapters import AdapterCalls
+from services.gateway.engines.calls.conversation_sessions import ConversationSessionRouter
+from services.gateway.engines.calls.training_sessions import TrainingSessionRouter
 from services.gateway.engines.pool import EnginePool
-from services.gateway.engines.training_sessions import TrainingSessionRouter
 from services.gateway.inference.canaries import Canaries
 from services.gateway.inference.context import InferenceContext
 from services.gateway.middleware.authentication import TIMEOUT_HEADER, Authentication
@@ -123,7 +124,8 @@ _LOG_SECONDS = 3.0
 _DESCRIPTION = """OpenAI's completions over adapters that are trained while they serve.
 
 Every error has the body `{"error": {"message", "type", "param", "code"}}`, under `/v1/messages` the one of Anthropic's
-API. The header `x-request-timeout-seconds` bounds the time of a completion. Unknown fields are refused by name."""
+API. The header `x-request-timeout-seconds` bounds the time of a completion. Unknown fields and query
+parameters are refused by name."""
 
 
 def open_stores(settings: GatewaySettings) -> tuple[AdapterRegistry, JobQueue]:
@@ -175,6 +177,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engines = EnginePool(settings, metrics, certificates=certificates)
+        adapter_calls = AdapterCalls(engines, settings)
         lifecycle, threads = Lifecycle(), StoreThreads()
         registry, queue = stores(settings)
         batch_stores = batching(settings)
@@ -190,9 +193,7 @@ def create_app(
         kept = keep_responses(settings)
         background = BackgroundResponses(kept, settings, lifecycle.closing)
         feedback = keep_feedback(settings)
-        watching = CanaryController(
-            CanaryStores(canary_store, feedback, registry), engines.sync_adapters, canaries.ended
-        )
+        watching = CanaryController(CanaryStores(canary_store, feedback, registry), adapter_calls.sync, canaries.ended)
         idempotency = Idempotency(RedisRecords(settings))
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
@@ -209,7 +210,7 @@ def create_app(
         tinker = TinkerServices.of(training, sessions, batch_stores.files.objects)
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
         sender = WebhookSender(settings, keep_webhooks(settings), metrics, registry, threads)
-        adapters = AdapterServices(settings, engines, registry, queue, threads, sender.store)
+        adapters = AdapterServices(settings, engines, adapter_calls, registry, queue, threads, sender.store)
         directory = AdapterDirectory(adapters)
         provide(
             app,

@@ -136,7 +136,7 @@ def calls_of(deltas: Iterable[Delta], *, cut_off: bool) -> tuple[bool, bool]:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text or "{}"), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -117,10 +116,7 @@ class CanaryController:
 
     async def _renew(self) -> None:
         """Holds the lease through looks that take long."""
-        while True:
-            with suppress(Unavailable):  # looks tell it
-                await self._lease.hold()
-            await asyncio.sleep(self._renew_seconds)
+        await repeat(self._lease.hold, self._renew_seconds, log, "canaries.lease")
 
     # One canary.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.evaluation.statistics.power import ALPHA, POWER
 from services.common.evaluation.statistics.sequential import SequentialTest
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import SOME, Rules, if_any
 from services.common.validation.strict_models import SentModel
 from services.learning.canaries.refusals import OPENINGS
@@ -96,10 +96,8 @@ class CanaryPolicy(SentModel):
     @model_validator(mode="after")
     def _ends_after_it_may(self) -> CanaryPolicy:
         if self.max_seconds <= self.min_seconds:
-            raise PydanticCustomError(
-                "contradiction",
-                "it would end before it may promote anything: max_seconds must be over min_seconds",
-                {"param": "max_seconds"},
+            raise contradiction(
+                "it would end before it may promote anything: max_seconds must be over min_seconds", "max_seconds"
             )
         return self
 

@@ -6,10 +6,10 @@ from operator import not_
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.jobs.fields.refs import DatasetRef, SuiteRef
 from services.common.storage.names import NAME_SCHEMA, check_name, field_check
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, either, given, has, if_any, true_only_with
 from services.common.validation.strict_models import SentModel
 from services.learning.feedback.record import Source
@@ -77,11 +77,7 @@ class DatasetSplit(SentModel):
     @model_validator(mode="after")
     def _leaves_something(self) -> DatasetSplit:
         if self.validation + self.held_out >= 1:
-            raise PydanticCustomError(
-                "contradiction",
-                "validation and held_out together leave nothing to train on: less than 1",
-                {"param": "held_out"},
-            )
+            raise contradiction("validation and held_out together leave nothing to train on: less than 1", "held_out")
         return self
 
 
@@ -131,21 +127,13 @@ class DatasetSpec(SentModel):
     @model_validator(mode="after")
     def _leaves_room(self) -> DatasetSpec:
         if sum(one.share for one in self.mix) >= 1:
-            raise PydanticCustomError(
-                "contradiction", "the shares of mix leave nothing for the rows: less than 1", {"param": "mix"}
-            )
+            raise contradiction("the shares of mix leave nothing for the rows: less than 1", "mix")
         return self
 
     @model_validator(mode="after")
     def _of_something(self) -> DatasetSpec:
         if not self.feedback and not self.logged and self.files is None:
-            raise PydanticCustomError(
-                "contradiction", "rows come from feedback, logged or files: give one", {"param": "feedback"}
-            )
+            raise contradiction("rows come from feedback, logged or files: give one", "feedback")
         if self.trajectories and not self.feedback:
-            raise PydanticCustomError(
-                "contradiction",
-                "trajectories are sessions that were rated: leave feedback true",
-                {"param": "trajectories"},
-            )
+            raise contradiction("trajectories are sessions that were rated: leave feedback true", "trajectories")
         return self

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.storage.ids import PATTERN, key_of
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, at_least_one, exactly_one, left_out, only_with
 from services.common.validation.strict_models import SentModel, StrictModel
 
@@ -65,19 +65,19 @@ class Feedback(SentModel):
         if len(named) != 1:
             said = "none is given" if not named else f"{' and '.join(named)} are given"
             param = named[-1] if named else TARGETS[0]
-            raise _contradiction(f"one of {', '.join(TARGETS)} says what is spoken of, and {said}", param)
+            raise contradiction(f"one of {', '.join(TARGETS)} says what is spoken of, and {said}", param)
         if all(getattr(self, field) is None for field in SAYINGS):
-            raise _contradiction(f"it says nothing: give one of {', '.join(SAYINGS)}", SAYINGS[0])
+            raise contradiction(f"it says nothing: give one of {', '.join(SAYINGS)}", SAYINGS[0])
         if self.preferred_over == self.target:
-            raise _contradiction("an answer cannot be better than itself: name another one", "preferred_over")
+            raise contradiction("an answer cannot be better than itself: name another one", "preferred_over")
         several = "session_id" if self.session_id is not None else "completion_ids" if self.completion_ids else None
         if self.preferred_over is not None and several is not None:
-            raise _contradiction(f"only answers are compared: name one instead of {several}", "preferred_over")
+            raise contradiction(f"only answers are compared: name one instead of {several}", "preferred_over")
         if self.completion_ids is not None:
             if self.correction is not None:
-                raise _contradiction("a correction is of one answer: name it by completion_id", "correction")
+                raise contradiction("a correction is of one answer: name it by completion_id", "correction")
             if len(set(self.completion_ids)) < len(self.completion_ids):
-                raise _contradiction("a completion is named twice", "completion_ids")
+                raise contradiction("a completion is named twice", "completion_ids")
         return self
 
     @property
@@ -118,7 +118,3 @@ class FeedbackRecord(StrictModel):
     changed_at: float
     used_by: tuple[str, ...] = ()
     """Data sets ("name@version") that have it; such feedback does not change any more."""
-
-
-def _contradiction(message: str, param: str) -> PydanticCustomError:
-    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})

@@ -8,14 +8,12 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.adapters.names import AdapterName
 from services.common.jobs import JOBS, PublishIf
-from services.common.jobs.fields.gates import contradiction
 from services.common.jobs.fields.refs import DatasetRef
 from services.common.storage.names import NAME_SCHEMA, check_name, field_check
-from services.common.validation.errors import problem
+from services.common.validation.errors import contradiction, problem
 from services.common.validation.json_rules import Rules, at_least_one, if_any, left_out
 from services.common.validation.strict_models import SentModel, check_finite
 from services.learning.canaries.policy import CanaryPolicy
@@ -158,10 +156,9 @@ class LearnerPolicy(SentModel):
             )
         wanted = self.data.filter
         if wanted.said_since is not None or wanted.said_until is not None:
-            raise PydanticCustomError(
-                "contradiction",
+            raise contradiction(
                 "which feedback is new in a cycle is for the learner to say: leave it out",
-                {"param": "data.filter.said_since" if wanted.said_since is not None else "data.filter.said_until"},
+                "data.filter.said_since" if wanted.said_since is not None else "data.filter.said_until",
             )
         return self
 

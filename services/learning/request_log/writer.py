@@ -17,7 +17,7 @@ from contextlib import suppress
 import structlog
 from pydantic_core import to_json
 
-from services.common.errors import Unavailable
+from services.common.errors import TemperError, Unavailable
 from services.common.storage.record_versions import LOGGED_REQUEST
 from services.learning.request_log.index import Entry, RequestIndex
 from services.learning.request_log.log import RequestLog
@@ -125,6 +125,14 @@ class RequestLogWriter:
         with suppress(queue.Empty):
             while len(found) < _AT_ONCE:
                 found.append(self._queue.get_nowait())
+        try:
+            self._spool_these(found)
+        except Exception:  # no handle or memory left, say: the thread must not end for it
+            log.exception("requests could not be logged")
+            self._dropped("error", len(found))
+        return len(found)
+
+    def _spool_these(self, found: Sequence[Recording]) -> None:
         if found:
             with self._lock:
                 self._waiting -= sum(one.tokens for one in found)
@@ -134,7 +142,6 @@ class RequestLogWriter:
                     self._index.waits(part, time.time())
         if self._spool.complete(older_than=self._part_seconds):
             self._handing.set()
-        return len(found)
 
     def _append(self, recordings: Sequence[Recording]) -> str | None:
         """The part that these recordings begin, if they do."""
@@ -177,9 +184,10 @@ class RequestLogWriter:
                 while self._hand_on():
                     pass
                 away = False
-            except Unavailable as error:
+            except Exception as error:  # a store that is away, no handle or memory left: it is handed on later
                 if not away:
-                    log.warning("the request log waits in its spool", reason=error.message)
+                    bug = not isinstance(error, TemperError)
+                    log.warning("the request log waits in its spool", reason=str(error), exc_info=bug)
                 away = True
                 if self._closing.is_set():
                     return

@@ -78,10 +78,10 @@ class _Parts:
 
 
 def parsed_arguments(text: str) -> Any:
-    """Arguments of a call as JSON; a text that is no JSON as it is."""
+    """Arguments of a call as JSON; a text that is no JSON, or nested too deep, as it is."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

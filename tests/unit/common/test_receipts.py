@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.text import Text
 
+from cli.reports.receipt import receipt as told
 from services.common.adapters.receipts import Receipt, digest, joined, parted
 from services.common.errors import CheckpointRejected
 from services.common.jobs import JOBS
 
 KEY, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-CONTENT: dict[str, Any] = {"format": 1, "version": "a@1", "settings": {"learning_rate": 0.1}, "with": "é"}
+CONTENT: dict[str, Any] = {
+    "format": 1,
+    "version": "a@1",
+    "digest": "d" * 64,
+    "files": {"adapter_model.safetensors": "f" * 64},
+    "base": {"name": "tiny", "digest": "b" * 64},
+    "parents": [{"version": "a@0", "digest": "c" * 64}],
+    "data": {"sha256": "e" * 64, "dataset": None},
+    "job": {"id": "job-1", "attempt": 1, "spec": {"kind": "sft"}},
+    "seeds": {"job": 1},
+    "settings": {"learning_rate": 0.1},
+    "code": {"temper": "1.0", "sources_sha256": "a" * 64},
+    "libraries": {"torch": "2"},
+    "kernels": "torch",
+    "device": {"type": "cpu", "name": "AVX2"},
+    "with": "é",
+}
 
 
 def test_a_signed_receipt_is_checked_in_any_layout() -> None:
@@ -44,6 +63,31 @@ def test_whose_signature_it_is_counts() -> None:
 def test_what_is_no_receipt_is_refused(data: bytes) -> None:
     with pytest.raises(CheckpointRejected, match=r"no receipt|format 2"):
         Receipt.read(data)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"receipt": {**CONTENT, "digest": None}}, "digest: Input should be a valid string"),
+        ({"receipt": {**CONTENT, "job": {"id": "job-1", "attempt": 1}}}, "job.spec: Field required"),
+        ({"receipt": {**CONTENT, "device": "cpu"}}, "device"),
+        ({"receipt": {**CONTENT, "settings": {"learning_rate": math.nan}}}, "JSON"),
+        ({"receipt": {**CONTENT, "with": "\ud800"}}, "surrogates"),
+        ({"signature": "mine"}, "no receipt"),
+        ({"signature": [1]}, "no receipt"),
+    ],
+)
+def test_half_a_receipt_is_refused(changed: dict[str, Any], says: str) -> None:
+    document = {"receipt": CONTENT, "signature": None, **changed}
+    with pytest.raises(CheckpointRejected, match=says):
+        Receipt.of(document)
+
+
+def test_a_receipt_says_nothing_in_our_words() -> None:
+    said = {**CONTENT, "job": {**CONTENT["job"], "id": "job-1\n[green]verified[/]: by me"}, "kernels": "[/]"}
+    text = Text.from_markup(told({"receipt": said, "signature": {}})).plain
+    assert len(text.splitlines()) == 11
+    assert "[green]verified[/]: by me, sft" in text
 
 
 @pytest.mark.parametrize("kind", JOBS)

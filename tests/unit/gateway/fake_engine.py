@@ -132,6 +132,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     """The same."""
     break_logs: bool = False
     """True: it fails where it is asked for its log."""
+    breaks_with: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    """Status of a stream that breaks."""
+    fails_calls: grpc.StatusCode | None = None
+    """Status of every call but the stream and those that a gateway connects by; None: they are answered."""
     webhooks: engine_pb2.RewardWebhooks | None = None
     """What jobs may have scored where; None: it does not say."""
 
@@ -163,7 +167,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         return self.attached if request.adapter.attached else ""
 
     async def start(self, port: int = 0) -> None:
-        self._server = aio.server()
+        self._server = aio.server(interceptors=[_Failing(self)])
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdaptersServicer_to_server(self, self._server)
         sessions_pb2_grpc.add_SessionsServicer_to_server(self.sessions, self._server)
@@ -231,7 +235,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         try:
             while (frame := await outgoing.get()) is not None:
                 yield frame
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine died")
+            await context.abort(self.breaks_with, "the engine died")
         finally:
             reader.cancel()
             self._streams.discard(outgoing)
@@ -366,3 +370,31 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             code = engine_pb2.ERROR_CODE_ADAPTER_REJECTED
             return adapters_pb2.ValidateResponse(error=engine_pb2.Error(code=code, message=self.rejects))
         return adapters_pb2.ValidateResponse(rank=4, parameters=len(names))
+
+
+class _Failing(aio.ServerInterceptor):
+    """Ends calls with the status that the engine says."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method.rpartition("/")[2]
+        if handler is None or self._engine.fails_calls is None or method in ("Stream", "GetModel", "GetStatus"):
+            return handler
+
+        async def ended(_: Any, context: Any) -> None:
+            await context.abort(self._engine.fails_calls, "Received RST_STREAM with error code 2")
+
+        async def stream_ended(request: Any, context: Any) -> AsyncIterator[Any]:
+            await ended(request, context)
+            yield
+
+        makers = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, ended),
+            (False, True): (grpc.unary_stream_rpc_method_handler, stream_ended),
+            (True, False): (grpc.stream_unary_rpc_method_handler, ended),
+        }
+        make, behave = makers[handler.request_streaming, handler.response_streaming]
+        return make(behave, handler.request_deserializer, handler.response_serializer)

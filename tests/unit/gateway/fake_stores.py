@@ -159,7 +159,7 @@ class MemoryQueue:
         return self.jobs[job_id]
 
     def missing(self, job_id: str) -> NotFound:
-        return NotFound(f"job {job_id!r} does not exist")
+        return NotFound(f"no such job: {job_id[:80]!r}", param="id")  # as QueueReader.missing says
 
     async def list(
         self, *, limit=50, after=None, state=None, adapter=None, kind=None, key_id=None, where=None

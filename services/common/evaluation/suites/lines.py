@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
 
 from services.common.errors import InvalidRequest
 from services.common.evaluation.suites.spec import MAX_ITEMS, SuiteItem, SuiteSettings
 from services.common.validation.errors import problem
+from services.common.validation.json_text import parsed_json
 
 FIELD = "jsonl"
 _TOLD = 5
@@ -93,7 +93,7 @@ def _rows(jsonl: str) -> Iterator[tuple[int, Row | BadLine]]:
         if not text.strip():
             continue
         try:
-            value: Any = from_json(text, allow_inf_nan=False)
+            value: Any = parsed_json(text, allow_inf_nan=False)
         except ValueError as error:
             reason = str(error).replace(" at line 1 column ", " at column ")
             yield line, BadLine(f"is not JSON: {reason[:200]}")

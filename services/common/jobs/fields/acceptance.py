@@ -8,7 +8,8 @@ from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from services.common.jobs.fields.gates import ON_SUITES, SETTINGS_GIVEN, SuiteGate, contradiction
+from services.common.jobs.fields.gates import ON_SUITES, SETTINGS_GIVEN, SuiteGate
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import (
     Rule,
     Rules,

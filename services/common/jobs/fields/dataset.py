@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from services.common.adapters.manifest import DatasetOrigin
-from services.common.jobs.fields.gates import contradiction
 from services.common.jobs.fields.refs import DatasetRef
+from services.common.validation.errors import contradiction
 from services.common.validation.strict_models import SentModel, absent
 
 

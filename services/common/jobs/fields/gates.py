@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.jobs.fields.refs import Policy, SuiteRef
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import SOME, Rule, Rules, either, given, has, never, where
 from services.common.validation.strict_models import SentModel, absent
 
@@ -84,11 +84,6 @@ class SuiteGate(SentModel):
         if both and self.need == "all":
             raise contradiction(f"{min(both)} must show a gain: leave it out of no_loss", "no_loss")
         return self
-
-
-def contradiction(message: str, field: str) -> PydanticCustomError:
-    """Error of fields that do not go together."""
-    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": field})
 
 
 def check_once(names: Sequence[str], field: str) -> None:

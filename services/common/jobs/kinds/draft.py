@@ -26,7 +26,7 @@ from services.common.jobs.documents import placed, prompt_tokens
 from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, PublishIf, publish_if_rule
 from services.common.jobs.fields.drafter import DraftExample
-from services.common.jobs.fields.gates import AttachIf, contradiction
+from services.common.jobs.fields.gates import AttachIf
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.fields.prompts import PromptFields
 from services.common.jobs.fields.refs import FixedPolicy
@@ -35,6 +35,7 @@ from services.common.jobs.kinds.opd import OpdJob
 from services.common.jobs.kinds.sft import SftExample, SftJob, check_documents
 from services.common.jobs.token_checks import check_conversation, check_room, check_vocabulary
 from services.common.jobs.trajectories.segments import Trajectory
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, has, if_any, left_out, only_with
 
 if TYPE_CHECKING:

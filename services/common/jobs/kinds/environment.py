@@ -13,7 +13,7 @@ from services.common.jobs.scorers.allowed_webhooks import check_covered, check_w
 from services.common.jobs.scorers.base import ScorerSettings
 from services.common.jobs.scorers.grants import Granted
 from services.common.jobs.scorers.webhook import WebhookUrl
-from services.common.validation.json_rules import NOT_NULL, SOME, Rules, both, either, has, left_out
+from services.common.validation.json_rules import NOT_NULL, SOME, Rules, both, either, has, if_any, left_out
 from services.common.validation.strict_models import SentModel
 
 OBSERVATION = "{observation}"
@@ -96,7 +96,12 @@ class EnvironmentReward(ScorerSettings):
     json_rules: ClassVar[Rules] = (
         either(
             both(has(url=NOT_NULL), left_out("tools")),
-            both(has(tools=SOME), left_out("url")),
+            # What would do nothing has its default.
+            both(
+                has(tools=SOME),
+                left_out("url", "observation_field"),
+                if_any(weight=1, message_field="message", success_at=1),
+            ),
         ),
     )
 
@@ -107,6 +112,15 @@ class EnvironmentReward(ScorerSettings):
         names = [tool.name for tool in self.tools or ()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"tools has {twice[0]!r} twice")
+        if self.tools is not None:
+            for field, way_out in (
+                ("weight", "tools give no reward: weigh the one that reads the last answer"),
+                ("success_at", "tools give no reward, so there is no success"),
+                ("message_field", "an answer without a call is the last, and goes nowhere"),
+                ("observation_field", "what a tool answers is read as it is"),
+            ):
+                if getattr(self, field) != type(self).model_fields[field].default:
+                    raise ValueError(f"{field} would do nothing here: {way_out}")
         return self
 
     @property
@@ -128,7 +142,7 @@ class EnvironmentReward(ScorerSettings):
 
 
 def check_tools(definitions: Sequence[dict[str, Any]], where: str) -> None:
-    """Compiles the schema of each tool's arguments.
+    """Compiles the schema of each tool's arguments. Calls are told by their names, and arguments are an object.
 
     Raises:
         InvalidRequest: one cannot be used; it is named.
@@ -136,10 +150,24 @@ def check_tools(definitions: Sequence[dict[str, Any]], where: str) -> None:
     # Needs the schemas' library, which clients that only write jobs do not have.
     from services.common.jobs.scorers.json_schema import SchemaRefused, compiled
 
+    names: set[str] = set()
     for index, definition in enumerate(definitions):
-        schema = definition.get("function", definition).get("parameters") or {}
+        param = f"{where}[{index}]"
+        function = definition.get("function", definition)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"{param} is no definition of a function: give it a name", param=param)
+        if name in names:
+            raise InvalidRequest(f"{param}: two tools have the name {name[:64]!r}: rename one of them", param=param)
+        names.add(name)
+        param = f"{param}.parameters"
+        schema = function.get("parameters", {})
+        schema = {} if schema is None else schema
+        if not isinstance(schema, dict) or "object" not in schema.get("type", "object"):
+            raise InvalidRequest(
+                f'{param}: arguments are an object: let the type be "object", or say none', param=param
+            )
         try:
             compiled(schema)
         except SchemaRefused as error:
-            param = f"{where}[{index}].parameters"
             raise InvalidRequest(f"{param} cannot be used: {error}", param=param) from error

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.adapters.names import BASE
 from services.common.jobs.fields.gates import MAX_SUITES
 from services.common.jobs.fields.refs import Policy, SuiteRef
 from services.common.jobs.scorers.allowed_webhooks import webhook_parts
 from services.common.jobs.scorers.webhook import URL_SCHEMA
+from services.common.validation.errors import contradiction
 from services.common.validation.strict_models import SentModel
 
 MAX_TARGETS = 8
@@ -80,5 +80,5 @@ class EvalJob(SentModel):
             for name in names:
                 if names.count(name) > 1:
                     message = f"{name} is among the {field} more than once: leave it out"
-                    raise PydanticCustomError("contradiction", "{message}", {"message": message, "param": field})
+                    raise contradiction(message, field)
         return self

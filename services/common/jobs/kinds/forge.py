@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.jobs.base import OptimizerSettings, Recompute
 from services.common.jobs.fields.gates import MAX_SUITES
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.fields.refs import SuiteRef
 from services.common.jobs.kinds.sft import SftExample
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import SOME, Rules, at_least_one, both, either, has, if_any, left_out
 from services.common.validation.strict_models import SentModel
 
@@ -203,5 +203,5 @@ class ForgeJob(ForgeSettings):
                 "recover learns from" if self.recover is not None else f"importance by {self.importance.method} needs"
             )
             message = f'{what} examples: give some, or take importance.method "weights" and no recover'
-            raise PydanticCustomError("contradiction", "{message}", {"message": message, "param": "examples"})
+            raise contradiction(message, "examples")
         return self

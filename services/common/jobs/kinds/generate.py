@@ -16,7 +16,7 @@ from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
 from services.common.jobs.kinds.environment import EnvironmentReward, check_tools
 from services.common.jobs.scorers.base import ScorerSpec
 from services.common.jobs.scorers.registry import RewardSpec, needs_answer
-from services.common.jobs.token_checks import asked_tokens, check_conversation, check_room, check_vocabulary
+from services.common.jobs.token_checks import asked_tokens, check_conversation, check_free, check_room, check_vocabulary
 from services.common.validation.json_rules import (
     SOME,
     Rule,
@@ -64,6 +64,7 @@ JobReward = Annotated[RewardSpec | EnvironmentReward, Field(discriminator="type"
 _Rewards = Annotated[list[JobReward], Field(min_length=1, max_length=16)]
 
 
+_AHEAD: Rule = {"type": "integer", "minimum": 1}
 _COMPARES = needs_answer()
 _EPISODES: Rule = has(type="environment")
 _WITH_TOOLS = both(_EPISODES, given("tools"))
@@ -72,6 +73,10 @@ _WITH_TOOLS = both(_EPISODES, given("tools"))
 def _rewarded(rule: Rule) -> Rule:
     """A reward is so, the only one or one of several."""
     return has(reward=either(rule, contains(rule)))
+
+
+IN_TURNS = _rewarded(both(_EPISODES, if_any(max_turns={"type": "integer", "minimum": 2})))
+"""Rollouts may have several turns."""
 
 
 def _not_rewarded(rule: Rule) -> Rule:
@@ -119,7 +124,8 @@ class GenerateSettings(SentModel):
     json_rules: ClassVar[Rules] = (
         only_with("eval_every", has(eval_prompts=SOME)),
         only_with("curriculum", given("prompts_per_round")),
-        where(has(in_flight="change"), has(staleness={"type": "integer", "minimum": 1})),
+        where(has(in_flight="change"), has(staleness=_AHEAD)),
+        where(has(staleness=_AHEAD), has(rounds={"type": "integer", "minimum": 2})),
         where(
             has(reward=either(_COMPARES, contains(_COMPARES))),
             if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
@@ -147,6 +153,16 @@ class GenerateSettings(SentModel):
             raise ValueError(
                 'in_flight "change" would do nothing: with staleness 0 no rollout is under way while the trainer takes '
                 "a step: set staleness to 1 or more"
+            )
+        if self.staleness and self.rounds == 1:
+            raise ValueError(
+                "staleness would do nothing: rounds is 1, and there is none to sample ahead: leave staleness out"
+            )
+        rollouts = self.round_prompts * self.completions
+        if self.cut is not None and self.cut.enough(rollouts) == rollouts:
+            raise ValueError(
+                f"cut would do nothing: its fraction {self.cut.fraction:g} of the {rollouts} rollouts of a round, "
+                "rounded up, is all of them: lower it, or leave cut out"
             )
         if self.eval_every is not None and not self.eval_prompts:
             raise ValueError("eval_every needs eval_prompts")
@@ -195,6 +211,18 @@ class GenerateSettings(SentModel):
         return prompt if tools is None else prompt.model_copy(update={"tools": tools})
 
     @property
+    def turns(self) -> int:
+        """Answers of one rollout, at most."""
+        return 1 if self.environment is None else self.environment.max_turns
+
+    @property
+    def most_sampled(self) -> int:
+        """Tokens of all answers of one rollout, at most."""
+        most = self.max_tokens * self.turns
+        limit = None if self.environment is None else self.environment.max_trajectory_tokens
+        return most if limit is None else min(most, limit)
+
+    @property
     def round_prompts(self) -> int:
         """Prompts of one round."""
         return self.prompts_per_round or len(self.prompts)
@@ -232,13 +260,28 @@ def check_generate(served: ServedLimits, job: JobBase, settings: GenerateSetting
                 tokens = asked_tokens(served, job, settings.asked(prompt))
             check_room(served, name, len(tokens), settings.max_tokens)
             if settings.environment is not None:
+                check_free(f"{name}.reset", prompt.reset)
                 check_tools(prompt.tools or (), f"{name}.tools")
+                _check_beginning(name, len(tokens), settings.environment)
     check_rewards(settings)
     if settings.environment is not None:
         _check_episodes(served, job, settings.environment)
 
 
+def _check_beginning(name: str, tokens: int, environment: EnvironmentReward) -> None:
+    """A prompt leaves room for an answer, even if the environment shows nothing."""
+    most = environment.max_trajectory_tokens
+    if most is not None and tokens >= most:
+        raise InvalidRequest(
+            f"{name} has {tokens} tokens, and max_trajectory_tokens of the environment is {most}, which leaves no room "
+            "for an answer: raise it, or shorten the prompt",
+            param=name,
+        )
+
+
 def _check_episodes(served: ServedLimits, job: JobBase, environment: EnvironmentReward) -> None:
+    for index, tool in enumerate(environment.tools or ()):
+        check_free(f"generate.reward.tools[{index}].parameters", tool.parameters)
     if job.prompt_format == "raw":
         raise InvalidRequest(
             "prompt_format raw has no turns, and an environment's observations are turns: use chat",

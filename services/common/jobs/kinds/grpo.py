@@ -16,7 +16,7 @@ from services.common.jobs.documents import placed
 from services.common.jobs.fields.dataset import OfDataset
 from services.common.jobs.fields.drafter import RefreshesDrafter
 from services.common.jobs.fields.messages import SAYS, Message, check_asks
-from services.common.jobs.kinds.generate import GenerateSettings, check_generate
+from services.common.jobs.kinds.generate import IN_TURNS, GenerateSettings, check_generate
 from services.common.jobs.kinds.loss_types import LOSS_TYPES, LossType
 from services.common.jobs.kinds.rollouts import (
     MOST_SAMPLERS,
@@ -45,6 +45,7 @@ from services.common.validation.json_rules import (
     SOME,
     Rules,
     both,
+    contains,
     either,
     given,
     has,
@@ -174,6 +175,12 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
         only_with("max_completion_length", has(loss_type="dr_grpo")),
         true_only_with("unbiased_kl", has(beta={"exclusiveMinimum": 0})),
         where(if_any(mismatch_correction="none"), if_any(mismatch_cap=3)),
+        either(
+            if_any(advantage="trajectory", discount=1, observation_weight=0),
+            given("dataset"),
+            has(generate=IN_TURNS),
+            has(groups=contains(given("trajectories"))),
+        ),
         where(both(given("generate"), has(exact_forward=True)), if_any(mismatch_correction="none")),
         never(has(publish_if=given("metric"))),
     )
@@ -231,9 +238,9 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
             ("max_completion_length", self.loss_type == "dr_grpo", "only loss_type dr_grpo divides by it"),
             ("unbiased_kl", self.beta > 0, "it says how the KL is estimated, and beta 0 leaves the KL out"),
             ("mismatch_cap", self.mismatch_correction != "none", "only a mismatch_correction reads it"),
-            ("advantage", self._has_turns, "only trajectories have turns"),
-            ("discount", self._has_turns, "only trajectories have turns"),
-            ("observation_weight", self._has_turns, "only trajectories have observations"),
+            ("advantage", self._has_turns, "completions, and episodes with max_turns 1, have one turn"),
+            ("discount", self._has_turns, "completions, and episodes with max_turns 1, have one turn"),
+            ("observation_weight", self._has_turns, "nothing is observed behind a turn that is the only one"),
             (
                 "mismatch_correction",
                 self.generate is None or not self.exact_forward,
@@ -246,8 +253,9 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
 
     @property
     def _has_turns(self) -> bool:
+        """Rollouts may have several turns."""
         return (
-            self.generate is not None
+            (self.generate is not None and self.generate.turns > 1)
             or self.unread
             or any(group.trajectories is not None for group in self.groups or ())
         )
@@ -275,12 +283,11 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
 
     @model_validator(mode="after")
     def _divides_by_enough(self) -> GrpoJob:
-        if self.generate is not None and (self.max_completion_length or self.generate.max_tokens) < (
-            self.generate.max_tokens
-        ):
+        length, made = self.max_completion_length, self.generate
+        if length is not None and made is not None and length < made.most_sampled:
             raise ValueError(
-                f"max_completion_length is {self.max_completion_length} and generate.max_tokens "
-                f"{self.generate.max_tokens}: leave max_completion_length out"
+                f"max_completion_length is {length} and generate.max_tokens {made.max_tokens}, with which a rollout "
+                f"may have {made.most_sampled}: leave max_completion_length out"
             )
         return self
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import Pace, ServedLimits
@@ -15,6 +14,7 @@ from services.common.jobs.examples import EVALUATES, OF_DATASET, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
 from services.common.jobs.fields.prompts import AskedExample
 from services.common.jobs.token_checks import check_conversation, check_examples
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, both, contains, either, has, if_any
 
 LEAST_COMPARED = 2
@@ -110,17 +110,15 @@ class KtoJob(ExampleJob[KtoExample]):
                 "eval_examples needs at least 2 examples: the reference point compares them with each other"
             )
         if self.held_out == 1:
-            raise PydanticCustomError(
-                "contradiction",
+            raise contradiction(
                 "eval_fraction holds one example out, and evaluations need at least 2: the reference point compares "
                 "them with each other; hold more out, or give eval_examples",
-                {"param": "eval_fraction"},
+                "eval_fraction",
             )
         if len(self.examples) - self.held_out < 2:
-            raise PydanticCustomError(
-                "contradiction",
+            raise contradiction(
                 "eval_fraction leaves one example to train on, and KTO needs both labels: hold less out",
-                {"param": "eval_fraction"},
+                "eval_fraction",
             )
         return self
 

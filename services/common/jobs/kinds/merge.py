@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.adapters.names import AdapterRef
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import PublishingJob
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, both, either, given, has, if_any, left_out
 from services.common.validation.strict_models import SentModel
 
@@ -58,15 +58,15 @@ class MergeSettings(SentModel):
     @model_validator(mode="after")
     def _goes_together(self) -> MergeSettings:
         if self.rank is None and self.method != "weighted":
-            raise _contradiction(f"method {self.method} needs a rank: its exact result has full rank", "rank")
+            raise contradiction(f"method {self.method} needs a rank: its exact result has full rank", "rank")
         if self.method in SPARSE_METHODS and self.density is None:
-            raise _contradiction(f"method {self.method} needs a density, e.g. 0.2 for ties or 0.5 for dare", "density")
+            raise contradiction(f"method {self.method} needs a density, e.g. 0.2 for ties or 0.5 for dare", "density")
         if self.method not in SPARSE_METHODS and self.density is not None:
-            raise _contradiction(f"method {self.method} keeps every entry: leave density out, or use ties", "density")
+            raise contradiction(f"method {self.method} keeps every entry: leave density out, or use ties", "density")
         refs = [source.adapter for source in self.sources]
         for ref in refs:
             if refs.count(ref) > 1:
-                raise _contradiction(f"{ref} is among the sources more than once: add its weights up", "sources")
+                raise contradiction(f"{ref} is among the sources more than once: add its weights up", "sources")
         return self
 
 
@@ -85,7 +85,3 @@ def exact_sum_over(needed: int, highest: int) -> InvalidRequest:
         "(TEMPER_MAX_LORA_RANK): give rank, and the nearest adapter of that rank is made",
         param="rank",
     )
-
-
-def _contradiction(message: str, param: str) -> PydanticCustomError:
-    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})

@@ -60,7 +60,7 @@ class GrpoCompletion(SentModel):
 
     completion_id: str | None = None
     token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    logprobs: list[Annotated[float, Field(le=1e-3)]] | None = None
+    logprobs: list[Annotated[float, Field(ge=-1e9, le=1e-3)]] | None = None
     """log softmax(logits / temperature) of each sampled token, as `sampling_logprobs` of a response gives it;
     never over 0 by more than rounding."""
     text: str | None = None
@@ -115,7 +115,7 @@ class GrpoGroup(PromptFields):
                 either(_PROMPTED, has(completions=items(given("completion_id")))),
             ),
             both(
-                has(trajectories=items(_SCORED)),
+                has(trajectories=both(SOME, items(_SCORED))),
                 if_any(completions={"maxItems": 0}),
                 either(
                     both(
@@ -273,6 +273,8 @@ def check_spread(groups: Sequence[GrpoGroup], credit: Credit) -> None:
         return
     rewards = [reward for group in groups for reward in group.rewards]
     equal = f"differ by less than least_reward_std {credit.least_std:g}" if credit.least_std else "are equal"
+    if credit.discount < 1:
+        equal = f"discounted by {credit.discount:g} a turn {equal}"
     raise InvalidRequest(
         f"nothing to learn: in each of the {len(groups)} groups all rewards {equal} "
         f"(mean {math.fsum(rewards) / len(rewards):g}), so no completion is better than another; sample more "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.scorers.base import SampleScorerSpec, ScorerSpec
@@ -112,15 +112,26 @@ def parse(text: str) -> Any:
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"over {MAX_CHARACTERS} characters")
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     _check_depth(value)
+    check_json(value)
     return value
 
 
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+def check_json(value: Any) -> None:
+    """Checks a value that a parser made for what JSON has not, though parsers of it take it. Validators and other
+    servers do not.
+
+    Raises:
+        ValueError: it holds NaN, an infinity (of a number like 1e999) or half of a surrogate pair, or is nested too
+            deep to be written.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 def _check_depth(value: Any) -> None:

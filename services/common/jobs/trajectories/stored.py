@@ -14,6 +14,12 @@ from services.common.validation.strict_models import SentModel
 CompletionId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
+def unnumbered(completion_id: str) -> str:
+    """The id of a response's first choice without its number: that of an only choice is the response's, but clients may
+    number it."""
+    return completion_id.removesuffix(":0")
+
+
 class TracedMessage(SentModel):
     """A message as an agent keeps it. What it says besides is not read: the tokens of its completion, and of the prompt
     of the next one, are what was sampled and what was seen."""
@@ -59,7 +65,7 @@ class StoredTrajectory(SentModel):
             raise ValueError("rewards must have one entry per completion id")
         if self.trace is not None and not self.ids:
             raise ValueError("trace has no message with a completion_id: nothing would be learnt")
-        if len(set(self.ids)) < len(self.ids):
+        if len(set(map(unnumbered, self.ids))) < len(self.ids):
             raise ValueError("a completion is in the trajectory twice")
         return self
 

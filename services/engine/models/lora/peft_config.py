@@ -7,7 +7,6 @@ and no other, so that one without effect in PEFT has none here.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 
 from services.common.errors import AdapterRejected
 from services.common.jobs.fields.lora import means_all_linear
+from services.common.validation.json_text import parsed_json
 from services.engine.models.lora.module_patterns import Effort, PatternMalformed, PatternRefused, tail, whole
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -67,7 +67,7 @@ _NAME = re.compile(r"[\w.]{1,100}", re.ASCII)
 def parse_config(data: bytes) -> dict[str, Any]:
     """The object in adapter_config.json. Raises AdapterRejected."""
     try:
-        parsed = json.loads(data)
+        parsed = parsed_json(data, allow_inf_nan=True)
     except ValueError as error:
         raise AdapterRejected(f"{CONFIG_FILE} is not JSON: {error}") from error
     if not isinstance(parsed, dict):

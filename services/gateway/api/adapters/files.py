@@ -4,19 +4,15 @@ The engine checks what the files of an upload mean; here they only have to be wh
 
 from __future__ import annotations
 
-import errno
 import gzip
 import io
 import tarfile
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic_core import from_json
 from safetensors import SafetensorError, deserialize
 from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException
-from starlette.requests import Request
 
 from services.common.adapters.manifest import (
     DRAFTER_CONFIG,
@@ -30,36 +26,10 @@ from services.common.adapters.manifest import (
 )
 from services.common.adapters.names import check_adapter_name
 from services.common.adapters.registry import CONFIG, WEIGHTS
-from services.common.errors import AdapterRejected, InvalidRequest, Unavailable
+from services.common.errors import AdapterRejected, InvalidRequest
 
 MAX_CONFIG_BYTES = 2**20
 MAX_TENSORS = 100_000
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-@asynccontextmanager
-async def form_of(request: Request) -> AsyncIterator[FormData]:
-    """The form of an upload, whose large parts wait on disk while the context lasts.
-
-    Raises:
-        InvalidRequest: the body is malformed.
-        Unavailable: that disk is full.
-    """
-    try:
-        form = await request.form(max_files=4, max_fields=8)
-    except MultiPartException as error:
-        raise InvalidRequest(f"the multipart body is malformed: {error.message}") from error
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise Unavailable(
-            f"no room for the upload in the gateway's directory of temporary files ({error.strerror}): free some, or "
-            "set TMPDIR to another"
-        ) from error
-    try:
-        yield form
-    finally:
-        await form.close()
 
 
 async def read_form(form: FormData) -> tuple[str, dict[str, bytes]]:
@@ -117,7 +87,9 @@ def check_files(files: dict[str, bytes]) -> None:
     if not isinstance(config, dict):
         raise AdapterRejected(f"{CONFIG} must be a JSON object", param=CONFIG)
     if config.get("peft_type") != "LORA":
-        raise AdapterRejected(f"{CONFIG}: peft_type must be 'LORA', got {config.get('peft_type')!r}", param=CONFIG)
+        raise AdapterRejected(
+            f"{CONFIG}: peft_type must be 'LORA', got {str(config.get('peft_type'))[:40]!r}", param=CONFIG
+        )
     _check_weights(files[WEIGHTS], WEIGHTS)
 
 

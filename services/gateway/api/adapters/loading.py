@@ -30,7 +30,8 @@ async def load(adapters: AdapterServices, name: str, path: str, *, in_place: boo
 
     Raises:
         Conflict: the name has a version, and it is not to be loaded in place.
-        InvalidRequest, ModelNotFound, AdapterRejected, Unavailable: see read_source, check_files and validate_adapter.
+        InvalidRequest, ModelNotFound, AdapterRejected, Unavailable: see read_source, check_files and
+            AdapterCalls.validate.
     """
     adapters.registry.check_new_name(name)
     if not in_place and len(await adapters.threads.run(adapters.registry.versions, name)) > 0:
@@ -44,7 +45,7 @@ async def load(adapters: AdapterServices, name: str, path: str, *, in_place: boo
         manifest = await _published(adapters, name, files, path)
     if await adapters.threads.run(adapters.registry.current, name) != manifest.ref:
         await adapters.threads.run(adapters.registry.set_current, manifest.ref)
-    await adapters.engines.sync_adapters()
+    await adapters.calls.sync()
     return manifest
 
 
@@ -70,7 +71,7 @@ async def unload(adapters: AdapterServices, name: str) -> None:
         raise InvalidRequest(error.message, param="lora_name") from error
     except ModelNotFound as error:  # another gateway was quicker
         raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name") from error
-    await adapters.engines.sync_adapters()
+    await adapters.calls.sync()
 
 
 async def _published(adapters: AdapterServices, name: str, files: Mapping[str, bytes], path: str) -> Manifest:
@@ -80,7 +81,7 @@ async def _published(adapters: AdapterServices, name: str, files: Mapping[str, b
     known = await adapters.threads.run(adapters.registry.published, name, once)
     if known is not None:
         return known
-    await adapters.engines.validate_adapter(dict(files))
+    await adapters.calls.validate(files)
     return await adapters.threads.run(
         lambda: adapters.registry.publish(name, files, base_digest=digest, once=once, loaded_from=path)
     )
@@ -137,7 +138,7 @@ class AdapterDirectory:
             async with adapters.uploads:
                 files = await adapters.threads.run(read_directory, root, name, adapters.settings.max_upload_bytes)
                 manifest = await _published(adapters, name, files, name)
-            await adapters.engines.sync_adapters()
+            await adapters.calls.sync()
         except Unavailable as error:
             log.info("an adapter of the directory waits", adapter=name, reason=error.message)
             return False

@@ -15,14 +15,16 @@ from services.common.adapters.manifest import FILES, kind_of
 from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
 from services.common.adapters.receipts import Receipt
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest, Pointers
-from services.common.errors import AdapterRejected, Conflict, InvalidRequest, NotFound, Unavailable
+from services.common.errors import AdapterRejected, Conflict, NotFound, Unavailable
 from services.common.queue.job_queue import JobQueue
-from services.gateway.api.adapters.files import check_files, form_of, read_form, tar_gz
+from services.gateway.api.adapters.files import check_files, read_form, tar_gz
+from services.gateway.api.base.forms import form_of
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, multipart, provided
 from services.gateway.auth.route_permissions import ADMIN, ANY_KEY, ATTACH, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.webhook_store import WebhookStore
+from services.gateway.engines.calls.adapters import AdapterCalls
 from services.gateway.engines.pool import EnginePool
 from services.gateway.protocol.models import AdapterPath, VersionRequest
 from services.gateway.settings import GatewaySettings
@@ -37,6 +39,7 @@ class AdapterServices:
 
     settings: GatewaySettings
     engines: EnginePool
+    calls: AdapterCalls
     registry: AdapterRegistry
     """Registry of adapters. It blocks, so it is only called in ``threads``."""
     queue: JobQueue
@@ -120,11 +123,8 @@ async def list_adapters(adapters: Adapters) -> dict[str, Any]:
 async def upload_adapter(request: Request, adapters: Adapters, once: Once) -> Any:
     """Publishes a version from PEFT files, or of a drafter from its own, after an engine has bound them strictly to the
     base model."""
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise InvalidRequest(
-            f"send multipart/form-data with the parts name, {WEIGHTS} and {CONFIG}, or {' and '.join(FILES['drafter'])}"
-        )
-    async with form_of(request) as form, adapters.uploads:
+    parts = f"name, {WEIGHTS} and {CONFIG}, or name, {' and '.join(FILES['drafter'])}"
+    async with form_of(request, parts=parts, files=4) as form, adapters.uploads:
         name, files = await read_form(form)
         request.state.audit_targets = [name]
 
@@ -146,9 +146,9 @@ async def _publish(
     await adapters.threads.run(adapters.registry.check_kind, name, kind_of(files))
     digest = adapters.engines.served.info.digest
     await adapters.threads.run(check_files, files)
-    await adapters.engines.validate_adapter(files)
+    await adapters.calls.validate(files)
     manifest = await adapters.threads.run(lambda: adapters.registry.publish(name, files, base_digest=digest, once=once))
-    await adapters.engines.sync_adapters()
+    await adapters.calls.sync()
     return _version(manifest, current=manifest.version, attached=None)
 
 
@@ -177,7 +177,7 @@ async def delete_adapter(name: AdapterPath, adapters: Adapters, once: Once) -> A
     async def delete() -> dict[str, Any]:
         check_adapter_name(name)
         await adapters.threads.run(adapters.registry.delete, name)
-        await adapters.engines.sync_adapters()
+        await adapters.calls.sync()
         return {"object": "adapter", "name": name, "deleted": True}
 
     return await once(delete)
@@ -278,7 +278,7 @@ async def detach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body
 
 
 async def _synced(adapters: AdapterServices, attached: str | None) -> dict[str, Any]:
-    answers = await adapters.engines.sync_adapters()
+    answers = await adapters.calls.sync()
     serving = sum((answer.attached or None) == attached for answer in answers)
     return {"object": "attachment", "attached": attached, "engines": len(answers), "engines_serving": serving}
 

@@ -132,7 +132,7 @@ async def roll_back(name: AdapterPath, adapters: Adapters, once: Once, body: Rol
         request = once.digest(f"{name}@{number}".encode()) if once.key is not None else None
         done = await adapters.threads.run(adapters.registry.rollback, name, number, request=request)
         await adapters.tell(name)
-        answers = await adapters.engines.sync_adapters()
+        answers = await adapters.calls.sync()
         return {
             "object": "rollback",
             "name": name,

@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import NotFound
+from services.common.validation.json_text import parsed_json
+from services.gateway.api.base.queries import QueryNames
 from services.gateway.auth.route_permissions import PERMISSION, Permission
 from services.gateway.inference.context import InferenceContext
 
@@ -71,26 +72,42 @@ class _JsonRequest(Request):
         # which name the field.
         try:
             body = await self.body()
-            return from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=True)
+            return parsed_json(body.removeprefix(BOM_UTF8), allow_inf_nan=True)
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is parsed by pydantic_core."""
+    """A route whose body is parsed by pydantic_core, and which refuses query parameters that it does not have.
+
+    Routes that are open to everybody take any: probes, scrapers and browsers ask them, and there is nothing to choose.
+    """
+
+    any_query: ClassVar[bool] = False
+    """Query parameters are left to the handler."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler, given the stricter request."""
         handler = super().get_route_handler()
+        queries = QueryNames.of(self)
 
         async def handle(request: Request) -> Response:
             # The permission was found by the path, as this route was, and both must agree on every path. One that ends
             # in a line feed is an example where they might not: a regular expression's $ matches before it.
-            if request.scope[PERMISSION].route != f"{request.method} {self.path}":
+            permission: Permission = request.scope[PERMISSION]
+            if permission.route != f"{request.method} {self.path}":
                 raise NotFound(f"no such route: {request.method} {request.url.path}")
+            if request.scope["query_string"] and not (self.any_query or permission.public):
+                queries.check(request)
             return await handler(_JsonRequest(request.scope, request.receive))
 
         return handle
+
+
+class AnyQueryRoute(JsonRoute):
+    """A route that takes any query: it refuses everything, and says why."""
+
+    any_query = True
 
 
 class ErrorObject(BaseModel):
@@ -114,11 +131,12 @@ class Routes:
     Args:
         tag: of the routes in the API's description.
         errors: the form of their errors (services/gateway/core/errors.py).
+        route: what they are made as.
     """
 
-    def __init__(self, tag: str, *, errors: type[BaseModel] = ErrorBody) -> None:
+    def __init__(self, tag: str, *, errors: type[BaseModel] = ErrorBody, route: type[JsonRoute] = JsonRoute) -> None:
         responses: dict[int | str, dict[str, Any]] = {"default": {"model": errors}}
-        self.router = APIRouter(route_class=JsonRoute, tags=[tag], responses=responses)
+        self.router = APIRouter(route_class=route, tags=[tag], responses=responses)
         self.permissions: list[Permission] = []
         """Permissions of every route and method, in the order of their declaration."""
         self.batch_models: dict[str, type[BaseModel]] = {}

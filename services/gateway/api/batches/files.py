@@ -15,9 +15,9 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 
 from services.common.errors import InvalidRequest, NotFound, PayloadTooLarge
+from services.gateway.api.base.forms import form_of
 from services.gateway.api.base.routing import Routes, multipart
 from services.gateway.api.batches.stores import Batches, BatchServices
 from services.gateway.auth.caller import principal_of
@@ -50,31 +50,14 @@ class Upload:
             yield block
 
 
-async def receive_form(request: Request, limit: int) -> FormData:
-    """Parts of a multipart request; large ones are on disk.
-
-    Args:
-        limit: bytes of a file.
-
-    Raises:
-        InvalidRequest: the body is not multipart.
-        PayloadTooLarge: it is over the limit.
-    """
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise InvalidRequest("send multipart/form-data with the parts file and purpose")
-
-    async def limited() -> AsyncGenerator[bytes, None]:
-        seen = 0
-        async for block in request.stream():
-            seen += len(block)
-            if seen > limit + _SLACK:
-                raise _too_large(limit)
-            yield block
-
-    try:
-        return await MultiPartParser(request.headers, limited(), max_files=1, max_fields=8).parse()
-    except MultiPartException as error:
-        raise InvalidRequest(f"the multipart body is malformed: {error.message}") from error
+async def _limited(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    """The body. Raises PayloadTooLarge: the file is over the limit."""
+    seen = 0
+    async for block in request.stream():
+        seen += len(block)
+        if seen > limit + _SLACK:
+            raise _too_large(limit)
+        yield block
 
 
 def read_upload(form: FormData, limit: int) -> Upload:
@@ -163,8 +146,7 @@ _UPLOAD = multipart(
 async def upload_file(request: Request, stores: Batches) -> FileObject:
     """Keeps a file: JSONL with the purpose "batch", requests for a batch, or "fine-tune", examples to learn from."""
     limit = stores.settings.max_file_bytes
-    form = await receive_form(request, limit)
-    try:
+    async with form_of(request, parts="file and purpose", files=1, stream=_limited(request, limit)) as form:
         upload = read_upload(form, limit)
         new = NewFile(
             owner=principal_of(request).id,
@@ -176,8 +158,6 @@ async def upload_file(request: Request, stores: Batches) -> FileObject:
         )
         async with stores.file_uploads:
             info = await stores.threads.run(lambda: stores.files.create(new, upload.content()))
-    finally:
-        await form.close()
     return FileObject.of(info)
 
 

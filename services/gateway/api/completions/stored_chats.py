@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from fastapi import Query, Request
 from fastapi.responses import Response
 
-from services.common.errors import InvalidRequest, NotFound
+from services.common.errors import NotFound
+from services.gateway.api.base.queries import metadata_filter, metadata_pairs
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import json_response
 from services.gateway.api.responses.documents import Document, DocumentStore, page_of
@@ -119,26 +120,6 @@ def _stored(message: Message, message_id: str) -> Data:
 
 routes = Routes("completions")
 _ROUTE = "/v1/chat/completions"
-_MOST_PAIRS = 16
-_PAIR = re.compile(r"metadata\[(.{1,64})\]", re.DOTALL)
-_METADATA = {
-    "parameters": [
-        {
-            "in": "query",
-            "name": "metadata",
-            "required": False,
-            "style": "deepObject",
-            "explode": True,
-            "schema": {
-                "type": "object",
-                "propertyNames": {"minLength": 1, "maxLength": 64},
-                "additionalProperties": {"type": "string"},
-                "maxProperties": _MOST_PAIRS,
-            },
-            "description": "Only completions whose metadata have these pairs: metadata[key]=value.",
-        }
-    ]
-}
 
 
 @routes.get(
@@ -146,7 +127,7 @@ _METADATA = {
     Permission(INFERENCE),
     responses={200: {"model": ChatList}},
     response_class=Response,
-    openapi_extra=_METADATA,
+    openapi_extra=metadata_filter("completions"),
 )
 async def list_chat_completions(
     request: Request,
@@ -157,7 +138,7 @@ async def list_chat_completions(
     model: Annotated[str | None, Query(max_length=256, description="Only those of this model.")] = None,
 ) -> Response:
     """Stored completions, oldest first unless order says otherwise. A page of large ones has fewer than limit."""
-    pairs = _pairs(request)
+    pairs = metadata_pairs(request)
 
     def wanted(tags: Data) -> bool:
         return model in (None, tags["model"]) and pairs.items() <= tags["metadata"].items()
@@ -175,22 +156,6 @@ async def list_chat_completions(
         },
         None,
     )
-
-
-def _pairs(request: Request) -> dict[str, str]:
-    """Metadata that a query asks for. Raises InvalidRequest."""
-    pairs: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        if name != "metadata" and not name.startswith("metadata["):
-            continue
-        named = _PAIR.fullmatch(name)
-        if named is None or named[1] in pairs or len(pairs) == _MOST_PAIRS:
-            raise InvalidRequest(
-                f"metadata must be given as up to {_MOST_PAIRS} pairs, metadata[key]=value, each key once",
-                param="metadata",
-            )
-        pairs[named[1]] = value
-    return pairs
 
 
 @routes.get(

@@ -12,7 +12,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.api.base.routing import Inference, Routes
 from services.gateway.api.base.serving import within
 from services.gateway.auth.route_permissions import INFERENCE, Permission
-from services.gateway.engines.pool import ServedModel
+from services.gateway.engines.served_model import ServedModel
 from services.gateway.inference.chat import parse_chat
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.engine_request import adapter_ref

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -23,6 +22,7 @@ from services.common.evaluation.runs.records import Imported, RunRecord, RunSuit
 from services.common.evaluation.runs.results import result_of
 from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.queue.records import new_job_id
+from services.common.validation.json_text import parsed_json
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.evaluation.runs import ItemPage, RunPath, begun_run, place_of
@@ -126,8 +126,8 @@ def _rows(task: str, text: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield json.loads(line)
-            except (ValueError, RecursionError) as error:
+                yield parsed_json(line, allow_inf_nan=True)
+            except ValueError as error:
                 raise InvalidRequest(
                     f"samples.{task[:80]}: line {number} is not JSON: {str(error)[:200]}", param="samples"
                 ) from error

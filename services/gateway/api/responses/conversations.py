@@ -22,7 +22,7 @@ from services.gateway.api.responses.documents import (
     page_of,
 )
 from services.gateway.api.responses.response_object import Data, given_items
-from services.gateway.api.responses.serving import Responses, ResponseServices
+from services.gateway.api.responses.serving import Included, Responses, ResponseServices
 from services.gateway.api.responses.store import Place, resolved
 from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
@@ -33,7 +33,6 @@ from services.gateway.protocol.responses.request import (
     ConversationItemsOut,
     ConversationOut,
     ConversationRequest,
-    Include,
     ItemsRequest,
 )
 from services.gateway.protocol.responses.response import InputItemOut
@@ -42,10 +41,6 @@ routes = Routes("responses")
 _ROUTE = "/v1/conversations"
 _ONE = f"{_ROUTE}/{{conversation_id}}"
 _ITEMS = f"{_ONE}/items"
-Included = Annotated[
-    list[Include] | None,
-    Query(alias="include[]", description="Accepted and ignored: what is kept has nothing that it could add."),
-]
 
 
 class ConversationItem(RootModel[InputItemOut]):

@@ -23,7 +23,7 @@ from services.gateway.api.responses.response_object import (
     new_response,
     parsed,
 )
-from services.gateway.api.responses.serving import Answering, Responses, ResponseServices
+from services.gateway.api.responses.serving import Answering, Included, Responses, ResponseServices
 from services.gateway.api.responses.store import Place, resolved
 from services.gateway.api.responses.to_chat import chat_fields
 from services.gateway.auth.caller import principal_of
@@ -253,6 +253,7 @@ async def list_input_items(
     after: Annotated[str | None, Query(max_length=256, description="Continue behind the item of this id.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
+    _include: Included = None,
 ) -> InputItemsOut:
     """What a response was given: the items of the responses that it continues, and its own input. Newest first, unless
     order says otherwise."""

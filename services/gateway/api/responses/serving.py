@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import structlog
+from fastapi import Query
 from starlette.responses import Response
 
 from services.common.errors import InvalidRequest, Overloaded, PayloadTooLarge, TemperError, Unavailable
@@ -25,7 +26,7 @@ from services.gateway.api.responses.to_chat import ChatFields
 from services.gateway.core.admission import Admission, Reservation
 from services.gateway.inference.generation import Generation
 from services.gateway.protocol.chat_request import ChatRequest
-from services.gateway.protocol.responses.request import ResponseRequest
+from services.gateway.protocol.responses.request import Include, ResponseRequest
 from services.gateway.settings import GatewaySettings
 
 log = structlog.get_logger(__name__)
@@ -33,6 +34,12 @@ log = structlog.get_logger(__name__)
 _SAVE_PAUSE = 1.0
 _STOP_SECONDS = 3.0
 """Longest time that the answers of interrupted responses may take to be written when the gateway stops."""
+
+
+Included = Annotated[
+    list[Include] | None,
+    Query(alias="include[]", description="Accepted and ignored: what is kept has nothing that it could add."),
+]
 
 
 @dataclass(slots=True)

@@ -9,14 +9,17 @@ from services.common.adapters.names import BASE
 from services.common.errors import InvalidRequest, NotFound
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob, SftExample, SftJob
 from services.common.jobs.token_checks import check_segments
-from services.common.jobs.training_sessions import Datum, Forward, ForwardBackward
+from services.common.jobs.training_sessions.calls import Forward, ForwardBackward
+from services.common.jobs.training_sessions.data import Datum
 from services.common.jobs.trajectories.session_data import ForwardBackwardBody, ForwardBody, TrajectoryDatum
-from services.common.jobs.trajectories.stored import StoredTrajectory
+from services.common.jobs.trajectories.stored import StoredTrajectory, unnumbered
 from services.common.pb import engine_pb2
-from services.gateway.api.training.trajectories import Rollouts, Sessions, resolved, sessions_of
+from services.gateway.api.training.trajectories import Rollouts, Sessions, learnable, resolved, sessions_of
 from services.gateway.api.training.validation import served_limits
 from services.gateway.auth.caller import owner
-from services.gateway.engines.pool import EnginePool, ServedModel
+from services.gateway.engines.calls.rollouts import rollouts_by_id
+from services.gateway.engines.pool import EnginePool
+from services.gateway.engines.served_model import ServedModel
 
 _NAMED_IDS = 5
 
@@ -100,7 +103,10 @@ async def resolve_rollouts(job: GrpoJob, engines: EnginePool) -> GrpoJob:
 
 def _written_in(job: GrpoJob, found: Rollouts, sessions: Sessions) -> GrpoJob:
     if job.rollouts is not None:
-        groups = _group_by_prompt((found[scored.completion_id], scored.reward) for scored in job.rollouts)
+        groups = _group_by_prompt(
+            (found[scored.completion_id], scored.reward, f"rollouts[{index}]")
+            for index, scored in enumerate(job.rollouts)
+        )
     else:
         groups = [
             _resolve_group(group, found, sessions, f"groups[{index}]") for index, group in enumerate(job.groups or ())
@@ -111,9 +117,9 @@ def _written_in(job: GrpoJob, found: Rollouts, sessions: Sessions) -> GrpoJob:
 def _refuse_repeats(ids: Sequence[str], field: str) -> None:
     seen: set[str] = set()
     for completion_id in ids:
-        if completion_id in seen:
+        if (same := unnumbered(completion_id)) in seen:
             raise InvalidRequest(f"completion {completion_id[:80]!r} is scored twice", param=field)
-        seen.add(completion_id)
+        seen.add(same)
 
 
 async def fetched(ids: Sequence[str], engines: EnginePool, field: str) -> dict[str, engine_pb2.Rollout]:
@@ -124,9 +130,8 @@ async def fetched(ids: Sequence[str], engines: EnginePool, field: str) -> dict[s
     """
     if not ids:
         return {}
-    # The id of an only choice is the response's id, but clients may number it.
-    shorter = {completion_id: completion_id.removesuffix(":0") for completion_id in ids}
-    remembered = await engines.rollouts(sorted({*ids, *shorter.values()}), at_least=len(ids))
+    shorter = {completion_id: unnumbered(completion_id) for completion_id in ids}
+    remembered = await rollouts_by_id(engines.clients, sorted({*ids, *shorter.values()}), at_least=len(ids))
     found: dict[str, engine_pb2.Rollout] = {}
     missing = []
     for completion_id, short in shorter.items():
@@ -146,21 +151,23 @@ async def fetched(ids: Sequence[str], engines: EnginePool, field: str) -> dict[s
     return found
 
 
-def _completion(rollout: engine_pb2.Rollout, reward: float) -> GrpoCompletion:
-    return GrpoCompletion(
-        token_ids=list(rollout.token_ids),
-        logprobs=list(rollout.sampling_logprobs),
-        temperature=rollout.temperature,
-        truncated=rollout.finish_reason == engine_pb2.FINISH_REASON_LENGTH,
-        adapter=rollout.adapter or BASE,
-        reward=reward,
-    )
+def _completion(rollout: engine_pb2.Rollout, reward: float, field: str) -> GrpoCompletion:
+    with learnable(field):
+        return GrpoCompletion(
+            token_ids=list(rollout.token_ids),
+            logprobs=list(rollout.sampling_logprobs),
+            temperature=rollout.temperature,
+            truncated=rollout.finish_reason == engine_pb2.FINISH_REASON_LENGTH,
+            adapter=rollout.adapter or BASE,
+            reward=reward,
+        )
 
 
-def _group_by_prompt(scored: Iterable[tuple[engine_pb2.Rollout, float]]) -> list[GrpoGroup]:
+def _group_by_prompt(scored: Iterable[tuple[engine_pb2.Rollout, float, str]]) -> list[GrpoGroup]:
+    """Groups of rollouts, each with its reward and its place in the job."""
     by_prompt: dict[tuple[int, ...], list[GrpoCompletion]] = {}
-    for rollout, reward in scored:
-        by_prompt.setdefault(tuple(rollout.prompt_token_ids), []).append(_completion(rollout, reward))
+    for rollout, reward, field in scored:
+        by_prompt.setdefault(tuple(rollout.prompt_token_ids), []).append(_completion(rollout, reward, field))
     return [
         GrpoGroup(prompt_token_ids=list(prompt), completions=completions) for prompt, completions in by_prompt.items()
     ]
@@ -186,7 +193,8 @@ def _resolve_group(group: GrpoGroup, found: Rollouts, sessions: Sessions, field:
             f"{field}: its completions answer {len(prompts)} different prompts; a group has one", param=field
         )
     completions = [
-        c if c.completion_id is None else _completion(found[c.completion_id], c.reward) for c in group.completions
+        c if c.completion_id is None else _completion(found[c.completion_id], c.reward, f"{field}.completions[{index}]")
+        for index, c in enumerate(group.completions)
     ]
     # The tokens the model saw replace a prompt given as text.
     return GrpoGroup(prompt_token_ids=list(prompts.pop()), completions=completions)

@@ -8,15 +8,7 @@ from typing import Annotated, Any
 from fastapi import Query, Response
 from pydantic_core import from_json, to_json
 
-from services.common.jobs.training_sessions import (
-    Call,
-    Load,
-    OpenSession,
-    OptimStep,
-    Sample,
-    Save,
-    check_tokens,
-)
+from services.common.jobs.training_sessions.calls import Call, Load, OpenSession, OptimStep, Sample, Save, check_tokens
 from services.common.jobs.trajectories.session_data import ForwardBackwardBody, ForwardBody
 from services.common.pb import sessions_pb2 as pb
 from services.gateway.api.base.idempotency import Once
@@ -26,8 +18,8 @@ from services.gateway.auth.caller import check_attach
 from services.gateway.auth.route_permissions import TRAIN, Permission
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.errors import engine_error, payload_of
+from services.gateway.engines.calls.training_sessions import TrainingSessionRouter
 from services.gateway.engines.pool import EnginePool
-from services.gateway.engines.training_sessions import TrainingSessionRouter
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pydantic import ValidationError
 
 from services.common.adapters.names import BASE
 from services.common.errors import InvalidRequest, NotFound
@@ -14,6 +16,7 @@ from services.common.jobs.trajectories.segments import SampledBy
 from services.common.jobs.trajectories.stored import StoredTrajectory
 from services.common.pb import engine_pb2
 from services.gateway.auth.caller import owner
+from services.gateway.engines.calls.rollouts import rollouts_of_sessions
 from services.gateway.engines.pool import EnginePool
 from services.gateway.inference.engine_request import session_of
 
@@ -31,9 +34,8 @@ async def sessions_of(stored: Iterable[StoredTrajectory], engines: EnginePool, f
     refs = {one.session_id: session_of(one.session_id) for one in stored if one.session_id is not None}
     if not refs:
         return {}
-    asked = list(refs.values())
-    parts = await asyncio.gather(*(client.rollouts((), sessions=asked, timeout=10.0) for client in engines.clients))
-    known = sorted((one for part in parts for one in part if one.owner == owner()), key=lambda one: one.ended_at)
+    remembered = await rollouts_of_sessions(engines.clients, list(refs.values()))
+    known = sorted((one for one in remembered if one.owner == owner()), key=lambda one: one.ended_at)
     found = {name: [one for one in known if one.session == ref.name] for name, ref in refs.items()}
     if missing := [name for name, rollouts in found.items() if not rollouts]:
         raise NotFound(
@@ -48,8 +50,29 @@ def resolved(stored: StoredTrajectory, found: Rollouts, sessions: Sessions, fiel
     """The trajectory by its segments.
 
     Raises:
-        InvalidRequest: a completion's prompt does not begin with the tokens before it, and it is not to be split.
+        InvalidRequest: a completion's prompt does not begin with the tokens before it, and it is not to be split; or
+            they are more than a trajectory may have.
     """
+    with learnable(field):
+        return _chained(stored, found, sessions, field)
+
+
+@contextlib.contextmanager
+def learnable(field: str) -> Iterator[None]:
+    """Refuses what an engine remembers and a job cannot have: no tokens, more turns or reward than the limit."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(
+            f"{field} cannot be learnt from as the engines remember it: {what}: {first['msg']}: leave it out, or give "
+            "less of it",
+            param=field,
+        ) from error
+
+
+def _chained(stored: StoredTrajectory, found: Rollouts, sessions: Sessions, field: str) -> Trajectory:
     if stored.session_id is not None:
         chain = [(rollout.completion_id, rollout) for rollout in sessions[stored.session_id]]
     else:

@@ -33,7 +33,8 @@ from services.common.queue.job_queue import JobQueue
 from services.gateway.api.base.routing import provided
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.file_store import FileStore, StoreThreads
-from services.gateway.engines.pool import EnginePool, ServedModel
+from services.gateway.engines.pool import EnginePool
+from services.gateway.engines.served_model import ServedModel
 from services.gateway.inference.prompts import check_template_kwargs
 from services.gateway.settings import GatewaySettings
 from services.learning.datasets.store import DatasetStore

@@ -13,9 +13,9 @@ from services.common.evaluation.suites.manifest import SuiteManifest, SuiteOrigi
 from services.common.evaluation.suites.names import SuiteName
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.split import TrainingSplit
-from services.common.jobs.fields.gates import contradiction
 from services.common.jobs.fields.refs import DatasetRef
 from services.common.storage.names import REF_SCHEMA
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, exactly_one, given, only_with
 
 SuitePath = Annotated[str, Path(json_schema_extra=dict(REF_SCHEMA))]

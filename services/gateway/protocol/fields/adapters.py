@@ -17,8 +17,9 @@ from services.common.adapters.composition import (
 )
 from services.common.adapters.names import AdapterRef, parse_adapter_ref
 from services.common.errors import InvalidRequest
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, at_most_one
-from services.gateway.protocol.fields.base import RequestModel, contradiction
+from services.gateway.protocol.fields.base import RequestModel
 
 
 class ScaledAdapter(RequestModel):

@@ -30,11 +30,6 @@ def unsupported(message: str, param: str | None = None, *, code: str = "unsuppor
     return PydanticCustomError("unsupported", "{message}", {"message": message, "param": param, "code": code})
 
 
-def contradiction(message: str, param: str) -> PydanticCustomError:
-    """The error of a model validator for fields that do not go together; ``param`` is the one to change."""
-    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
-
-
 class RequestModel(JsonIntegers, Ruled):
     """Refuses unknown fields, coerced types, NaN and infinity."""
 

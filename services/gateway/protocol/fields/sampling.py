@@ -6,9 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, at_most_one, has, if_any, only_with, true_only_with, where
 from services.gateway.protocol.fields.adapters import PolicyFields
-from services.gateway.protocol.fields.base import JsonObject, RequestModel, TokenId, contradiction
+from services.gateway.protocol.fields.base import JsonObject, RequestModel, TokenId
 from services.gateway.protocol.fields.structured_outputs import UNCONSTRAINED, ConstraintFields
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

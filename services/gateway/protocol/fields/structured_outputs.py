@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
-from pydantic_core import from_json
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import (
     NOT_NULL,
     NULL,
@@ -25,7 +25,8 @@ from services.common.validation.json_rules import (
     only_with,
     where,
 )
-from services.gateway.protocol.fields.base import JsonObject, RequestModel, contradiction, unsupported
+from services.common.validation.json_text import parsed_json
+from services.gateway.protocol.fields.base import JsonObject, RequestModel, unsupported
 
 _FOREIGN_FORMATS = ("grammar", "python", "structural_tag")
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -54,7 +55,7 @@ def _schema_text(value: Any) -> Any:
     """A schema may be sent as text."""
     if isinstance(value, str):
         try:
-            return from_json(value, allow_inf_nan=False)
+            return parsed_json(value, allow_inf_nan=False)
         except ValueError as error:
             raise ValueError(f"is not JSON: {error}") from error
     return value

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rule, contains, has, never
-from services.gateway.protocol.fields.base import CacheControl, JsonObject, RequestModel, contradiction, unsupported
+from services.gateway.protocol.fields.base import CacheControl, JsonObject, RequestModel, unsupported
 
 _OPENAI = (
     r"web_search(_preview)?(_\d{4}_\d{2}_\d{2})?",

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import to_json
 
+from services.common.validation.errors import contradiction
 from services.gateway.core.batch_queue import MESSAGES, Batch
-from services.gateway.protocol.fields.base import RequestModel, contradiction, unsupported
+from services.gateway.protocol.fields.base import RequestModel, unsupported
 
 MAX_REQUESTS = 100_000
 """Anthropic's; the gateway's own limit is a setting."""

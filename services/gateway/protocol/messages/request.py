@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import (
     NULL,
     SOME,
@@ -20,7 +21,7 @@ from services.common.validation.json_rules import (
     where,
 )
 from services.gateway.protocol.fields.adapters import ModelFields
-from services.gateway.protocol.fields.base import CacheControl, JsonObject, RequestModel, contradiction, unsupported
+from services.gateway.protocol.fields.base import CacheControl, JsonObject, RequestModel, unsupported
 from services.gateway.protocol.fields.sampling import MAX_STOP_STRINGS, StopString
 from services.gateway.protocol.fields.tools import NOT_ALONE, check_hosted
 from services.gateway.protocol.messages.context_edits import ContextManagement

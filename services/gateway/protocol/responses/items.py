@@ -6,15 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, either, has, items
-from services.gateway.protocol.fields.base import (
-    CacheBreakpoint,
-    CacheControl,
-    JsonObject,
-    RequestModel,
-    contradiction,
-    unsupported,
-)
+from services.gateway.protocol.fields.base import CacheBreakpoint, CacheControl, JsonObject, RequestModel, unsupported
 
 MAX_ITEMS = 4096
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]

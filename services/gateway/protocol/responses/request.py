@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import (
     NULL,
     Rules,
@@ -18,14 +19,7 @@ from services.common.validation.json_rules import (
     where,
 )
 from services.gateway.protocol.chat_request import NOT_ONLY_HOSTED, TOOL_CHOICE_NEEDS_TOOLS, Metadata
-from services.gateway.protocol.fields.base import (
-    AnswerModel,
-    CacheOptions,
-    JsonObject,
-    RequestModel,
-    contradiction,
-    unsupported,
-)
+from services.gateway.protocol.fields.base import AnswerModel, CacheOptions, JsonObject, RequestModel, unsupported
 from services.gateway.protocol.fields.sampling import MAX_TOP_LOGPROBS, SamplerFields, ServiceTier, Verbosity
 from services.gateway.protocol.responses.items import MAX_ITEMS, InputItem
 from services.gateway.protocol.responses.response import InputItemOut

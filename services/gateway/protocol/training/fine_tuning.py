@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import NULL, Rules, both, either, has, if_any
 from services.gateway.protocol.batches import MetadataKey, MetadataValue
-from services.gateway.protocol.fields.base import AnswerModel, RequestModel, contradiction, unsupported
+from services.gateway.protocol.fields.base import AnswerModel, RequestModel, unsupported
 
 Auto: TypeAlias = Literal["auto"]
 AUTO: Final = "auto"

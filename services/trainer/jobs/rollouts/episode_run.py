@@ -70,7 +70,7 @@ class EpisodeRun(RolloutRun):
 
     @property
     def _longest(self) -> int:
-        return self._job.max_completion_length or self._generate.max_tokens * self._environment.max_turns
+        return self._job.max_completion_length or min(self._generate.most_sampled, self._limit)
 
     def _sample_round(self, number: int, policy: PolicyAt, watch: StepTimer, interrupt: Callable[[], None]) -> Sampled:
         """Plays a round. An episode that was cut begins again, with the same seeds: others would choose short ones."""

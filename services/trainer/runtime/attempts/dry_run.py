@@ -259,11 +259,14 @@ def _time(spec: TrainingSpec, data: RunData, found: _Measured, total: int, setti
             else (0, 0)
         )
         tried = min(_PROMPTS, prompts)
+        # The round was trained on once; what it sampled is trained on again.
+        again = (spec.epochs - 1) * found.metrics.get("train_seconds", 0.0)
+        more = f", and {again:.3g} s more for {spec.epochs} epochs of it" if again else ""
         return ExpectedTime(
-            seconds=found.step_seconds * rounds * prompts / tried,
+            seconds=(found.step_seconds + again) * rounds * prompts / tried,
             steps=total,
-            basis=f"one round with {tried} of {prompts} prompts took {found.step_seconds:.3g} s on this engine: an "
-            "upper bound, for larger rounds are sampled faster; without evaluations",
+            basis=f"one round with {tried} of {prompts} prompts took {found.step_seconds:.3g} s on this engine{more}: "
+            "an upper bound, for larger rounds are sampled faster; without evaluations",
         )
     tokens = sum(document.length - 1 for unit in data.units for document in unit)
     passes = settings.get("epochs", getattr(spec, "epochs", None) or 1)

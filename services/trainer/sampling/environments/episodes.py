@@ -23,7 +23,7 @@ from services.common.jobs.trajectories.segments import Observation
 from services.common.text.tokenizer import TextCodec
 from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutStream
 from services.trainer.sampling.answers import ReadAnswer, read_answer
-from services.trainer.sampling.environments.world import EnvironmentFailed, World, Worlds
+from services.trainer.sampling.environments.world import EnvironmentFailed, World, Worlds, check_reward
 from services.trainer.sampling.prompts import sample_seed
 
 _LOOK_SECONDS = 0.05
@@ -191,6 +191,8 @@ class Player:
                 episode.truncated = True
                 return episode
             outcome = await world.act(episode.answer)
+            # A turn has the rewards of all its calls.
+            check_reward(self._environment.weight * outcome.reward)
             episode.rewards.append(outcome.reward)
             if outcome.done:
                 return episode

@@ -1,7 +1,8 @@
 """Client of OpenEnv servers (openenv-core 0.3): JSON messages over a WebSocket, a connection an episode.
 
 Nothing is asked twice on a connection: whether a step without an answer was taken is not known, so an episode that
-misses one begins again in a fresh environment.
+misses one begins again in a fresh environment. So does one that is told more than it asked for: answers have no
+numbers, and the next one would be taken for that of another step.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -113,6 +115,8 @@ class Session:
         message = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
             async with asyncio.timeout(self._timeout):
+                if (unasked := await self._waiting()) is not None:
+                    raise _unasked(unasked, kind)
                 # A server that is full says so unasked, and closes.
                 with contextlib.suppress(ConnectionClosed):
                     await self._socket.send(json.dumps(message))
@@ -127,6 +131,13 @@ class Session:
             raise EnvironmentFailed(FailureKind.CONNECTION, f"the connection ended at {kind}: {error}") from error
         return _data(parse_json(raw), kind)
 
+    async def _waiting(self) -> str | bytes | None:
+        """A message that came before the next question; None: there is none."""
+        with contextlib.suppress(TimeoutError, ConnectionClosed):
+            async with asyncio.timeout(0):
+                return await self._socket.recv()
+        return None
+
 
 class Refused(Exception):
     """An action that the environment says it cannot take."""
@@ -134,6 +145,15 @@ class Refused(Exception):
 
 def _oversized() -> EnvironmentFailed:
     return EnvironmentFailed(FailureKind.OVERSIZED, f"a message of over {MOST_BYTES} bytes")
+
+
+def _unasked(raw: str | bytes, kind: str) -> EnvironmentFailed:
+    """Failure of a server that speaks unasked: that it is full, or crashed, or anything else."""
+    try:
+        _data(parse_json(raw), "reset")
+    except EnvironmentFailed as said:
+        return said
+    return EnvironmentFailed(FailureKind.PROTOCOL, f"it answered before it was asked for {kind}")
 
 
 def _data(answer: Any, asked: str) -> Mapping[str, Any]:
@@ -221,7 +241,9 @@ class OpenEnvWorld:
 
 def socket_url(url: str) -> str:
     """Address of the WebSocket of a server."""
-    return "ws" + url.removeprefix("http").rstrip("/") + "/ws"
+    parts = urllib.parse.urlsplit(url)
+    path = f"{parts.path.rstrip('/')}/ws"
+    return parts._replace(scheme="ws" + parts.scheme.removeprefix("http"), path=path).geturl()
 
 
 async def _say_goodbye(socket: ClientConnection) -> None:

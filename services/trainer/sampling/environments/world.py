@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.common.jobs.kinds.environment import FailureKind
-from services.common.jobs.scorers.json_schema import compiled
+from services.common.jobs.scorers.json_schema import check_json, compiled
 from services.common.jobs.scorers.sample import ToolCall
 from services.trainer.sampling.answers import ReadAnswer
 
@@ -77,13 +76,16 @@ class CallCheck:
         }
 
     def wrong(self, call: ToolCall) -> str | None:
-        """Reason why a call is not made; None: it can be."""
+        """Reason why a call is not made; None: it can be. What JSON has not, a policy may write all the same."""
         valid = self._valid.get(call.name)
         if valid is None:
             return f"there is no tool {call.name[:64]!r}"
-        if not isinstance(call.arguments, dict) or not valid(call.arguments):
-            return f"the arguments are not those of {call.name}"
-        return None
+        try:
+            check_json(call.arguments)
+            fits = isinstance(call.arguments, dict) and valid(call.arguments)
+        except ValueError:
+            fits = False
+        return None if fits else f"the arguments are not those of {call.name}"
 
 
 def tool_message(text: str) -> dict[str, Any]:
@@ -102,19 +104,17 @@ def error_text(reason: str) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON as the standard has it.
+    """JSON as the standard has it, of texts that are Unicode.
 
     Raises:
         EnvironmentFailed: it is none.
     """
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        found = json.loads(text)
+        check_json(found)
     except (ValueError, RecursionError) as error:
         raise EnvironmentFailed(FailureKind.PROTOCOL, f"it said something that is no JSON: {error}") from error
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    return found
 
 
 def reward_of(value: Any) -> float:
@@ -125,8 +125,13 @@ def reward_of(value: Any) -> float:
     """
     if value is None:
         return 0.0
-    if not isinstance(value, int | float) or not -LARGEST_REWARD <= value <= LARGEST_REWARD or math.isnan(value):
+    check_reward(value)
+    return float(value)
+
+
+def check_reward(value: Any) -> None:
+    """Raises EnvironmentFailed: it is no number within ±LARGEST_REWARD."""
+    if not isinstance(value, int | float) or not -LARGEST_REWARD <= value <= LARGEST_REWARD:  # nor NaN
         raise EnvironmentFailed(
             FailureKind.PROTOCOL, f"the reward is {str(value)[:40]}, not a number between ±{LARGEST_REWARD:g}"
         )
-    return float(value)

@@ -24,6 +24,8 @@ GENERATE: dict[str, Any] = {
 ANSWERED = [{"prompt": "2 + 2 =", "answer": "4"}, {"messages": [{"role": "user", "content": "x"}], "answer": 6}]
 EPISODES = {"type": "environment", "url": "http://127.0.0.1:9000"}
 TOOL = {"name": "look", "url": "http://127.0.0.1:9000/look"}
+WITH_TOOL = {"type": "environment", "tools": [TOOL]}
+REGEX = {"type": "regex", "pattern": "4"}
 
 
 def job(**fields: Any) -> GrpoJob:
@@ -60,6 +62,8 @@ def test_a_checkpoint_each_step_unless_told_otherwise() -> None:
         ({"eval_every": 1}, "eval_every needs eval_prompts"),
         ({"in_flight": "change"}, 'in_flight "change" would do nothing: with staleness 0 .* set staleness to 1'),
         ({"in_flight": "keep_kv"}, "Input should be 'keep' or 'change'"),
+        ({"rounds": 1, "staleness": 1}, "staleness would do nothing: rounds is 1"),
+        ({"cut": {"fraction": 0.94}}, "cut would do nothing: its fraction 0.94 of the 16 rollouts"),
         ({"cut": {"fraction": 1}}, "less than 1"),
         ({"cut": {"requeues": 9}}, "less than or equal to 8"),
         ({"reward": []}, "at least 1 item"),
@@ -68,6 +72,10 @@ def test_a_checkpoint_each_step_unless_told_otherwise() -> None:
         ({"reward": [EPISODES, EPISODES]}, "several environments"),
         ({"reward": {"type": "environment", "tools": [TOOL]}}, "add a reward that reads the last answer"),
         ({"reward": [{"type": "environment", "tools": [TOOL, TOOL]}, {"type": "exact"}]}, "'look' twice"),
+        ({"reward": [WITH_TOOL | {"weight": 2.0}, REGEX]}, "weight would do nothing here: tools give no reward"),
+        ({"reward": [WITH_TOOL | {"success_at": 0.5}, REGEX]}, "success_at would do nothing here"),
+        ({"reward": [WITH_TOOL | {"message_field": None}, REGEX]}, "message_field would do nothing here"),
+        ({"reward": [WITH_TOOL | {"observation_field": "a"}, REGEX]}, "observation_field would do nothing here"),
         ({"reward": EPISODES, "prompts": [{"prompt_token_ids": [1]}]}, "prompt_token_ids: what an environment says"),
         ({"prompts": [{"prompt": "q", "reset": {"seed": 1}}]}, "reset would do nothing"),
         ({"reward": {"type": "vibes"}}, "does not match any of the expected tags"),
@@ -87,6 +95,30 @@ def test_a_checkpoint_each_step_unless_told_otherwise() -> None:
 def test_bad_requests_are_named(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         job(**fields)
+
+
+def test_what_is_just_enough_is_taken() -> None:
+    assert job(rounds=2, staleness=1, cut={"fraction": 0.93}).generate is not None
+    assert job(reward=[WITH_TOOL, REGEX]).generate is not None
+
+
+@pytest.mark.parametrize("field", [{"advantage": "turn"}, {"discount": 0.9}, {"observation_weight": 0.1}])
+def test_settings_of_turns_are_of_rollouts_that_have_some(field: dict[str, Any]) -> None:
+    for reward in (REGEX, EPISODES | {"max_turns": 1}):
+        with pytest.raises(ValidationError, match=f"{next(iter(field))} would do nothing here"):
+            GrpoJob.model_validate({"adapter": "a", "generate": GENERATE | {"reward": reward}, **field})
+    played = GrpoJob.model_validate({"adapter": "a", "generate": GENERATE | {"reward": EPISODES}, **field})
+    assert GrpoJob.model_validate_json(played.model_dump_json()) == played
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 8 * 3), (20, 20), (100, 8 * 3)])
+def test_a_rollout_has_the_tokens_of_all_its_turns(limit: int | None, most: int) -> None:
+    """What dr_grpo divides by is no less than that."""
+    reward = EPISODES | {"max_turns": 3, "max_trajectory_tokens": limit}
+    fields = {"adapter": "a", "generate": GENERATE | {"reward": reward}, "loss_type": "dr_grpo"}
+    assert GrpoJob.model_validate(fields | {"max_completion_length": most}).max_completion_length == most
+    with pytest.raises(ValidationError, match=f"generate.max_tokens 8, with which a rollout may have {most}"):
+        GrpoJob.model_validate(fields | {"max_completion_length": most - 1})
 
 
 def test_exactly_one_form() -> None:
@@ -110,6 +142,12 @@ def test_exactly_one_form() -> None:
         "https://host:99999/",
         "https://host/\n",
         "https://hôst/",
+        "https://a..b/",
+        "https://.a/",
+        f"https://{'a' * 64}.example/",
+        "https://256.1.1.1/",
+        "https://0x7f.1/",
+        "https://2130706433/",
         "host/path",
         "",
     ],
@@ -117,6 +155,20 @@ def test_exactly_one_form() -> None:
 def test_a_webhook_url_means_one_thing(url: str) -> None:
     with pytest.raises(ValueError):
         webhook_parts(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("http://127.0.0.1:9000/a", "127.0.0.1"),
+        ("http://[::1]:9000", "::1"),
+        ("https://scores.team-1.svc.cluster.local./v1", "scores.team-1.svc.cluster.local."),
+        ("http://my_service", "my_service"),
+        (f"https://{'a' * 63}.example1", f"{'a' * 63}.example1"),
+    ],
+)
+def test_hosts_that_everybody_reads_alike(url: str, host: str) -> None:
+    assert webhook_parts(url)[1] == host
 
 
 def settings(**fields: Any) -> Any:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob, Trajectory
+from services.common.jobs.kinds.rollouts import check_spread
 from services.common.jobs.trajectories.credit import Credit
 from services.common.jobs.trajectories.documents import trajectory_documents
 from services.common.text.tokenizer import TextCodec
@@ -88,6 +89,7 @@ def test_returns_and_what_turns_are_compared_by() -> None:
         ([see(5), act(1), see(2)], "no action answers"),
         ([see(5), act(1, logprobs=[-1.0]), see(2), act(3)], "every action has logprobs, or none"),
         ([see(5), act(1, 2, logprobs=[-1.0])], "one entry per token"),
+        ([see(5), act(1, logprobs=[-1e39])], "greater than or equal to -1000000000"),
         ([see(5, text="x"), act(1)], "exactly one of token_ids, text, messages"),
     ],
 )
@@ -107,6 +109,10 @@ def test_half_a_trajectory_is_refused(segments: list[dict[str, Any]], message: s
         ),
         ({"groups": [{"prompt": "x"}]}, "completions or trajectories"),
         (
+            {"groups": [{"prompt": "x", "completions": [{"token_ids": [1], "logprobs": [-1e39], "reward": 1}]}]},
+            "greater than or equal to -1000000000",
+        ),
+        (
             {
                 "loss_type": "gspo",
                 "groups": [
@@ -124,6 +130,15 @@ def test_half_a_trajectory_is_refused(segments: list[dict[str, Any]], message: s
 def test_groups_of_trajectories_that_say_too_little_or_too_much(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         GrpoJob.model_validate({"adapter": "a", **fields})
+
+
+def test_rewards_that_a_discount_makes_equal_are_told_from_equal_ones() -> None:
+    late = {"segments": [see(5), act(1), see(2), act(3)], "reward": 1}
+    never = {"segments": [see(5), act(1)], "reward": 0}
+    groups = GrpoJob.model_validate({"adapter": "a", "groups": [{"trajectories": [late, never]}]}).scored_groups
+    check_spread(groups, Credit(discount=0.5))
+    with pytest.raises(InvalidRequest, match="all rewards discounted by 0 a turn are equal"):
+        check_spread(groups, Credit(discount=0.0))
 
 
 def test_who_sampled_each_turn_is_known() -> None:

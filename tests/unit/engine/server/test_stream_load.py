@@ -7,7 +7,9 @@ from services.engine.server.stream_load import MUCH_PREFILL, Load, StreamLoads
 
 
 def asked(name: str, prefill: int, hashes: bytes = b"") -> pb.GenerateRequest:
-    return pb.GenerateRequest(request_id=name, expected_prefill=prefill, prefix_hashes=hashes)
+    return pb.GenerateRequest(
+        request_id=name, prompt_token_ids=[1] * prefill, expected_prefill=prefill, prefix_hashes=hashes
+    )
 
 
 def test_each_stream_is_told_of_all_requests_but_its_own() -> None:
@@ -46,4 +48,15 @@ def test_much_to_compute_is_told_at_once_and_when_it_is_computed() -> None:
     one.submitted(asked("c", MUCH_PREFILL))
     one.close()
     assert told == {"one": [], "other": [b"12345678", b""]}, "who has gone is told nothing"
+    assert loads.total == Load()
+
+
+def test_a_request_is_no_more_load_than_its_prompt() -> None:
+    loads = StreamLoads()
+    one, other = loads.open(), loads.open()
+    message = asked("a", 5)
+    message.expected_prefill = 2**32 - 1
+    one.submitted(message)
+    assert other.others == Load(1, 5)
+    one.ended("a")
     assert loads.total == Load()

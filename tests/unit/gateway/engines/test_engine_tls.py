@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from services.common.pb import adapters_pb2
 from services.common.security.tls import Certificates, read_material
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines import certificate_rotation as renewal
+from services.gateway.engines.calls.adapters import AdapterCalls
 from services.gateway.engines.pool import EnginePool
 from services.gateway.server.app import create_app
 from services.gateway.server.named_files import BadSetting
@@ -193,6 +196,53 @@ async def test_a_new_certificate_that_does_not_work_changes_nothing(
         await until(lambda: certificates.current.ca != CA.pem)
         await asyncio.sleep(0.8)
         assert pool.clients == (before,)
+        assert await run(pool, request())
+
+
+async def test_a_call_that_runs_through_a_renewal_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls beside the stream, as of training sessions, take minutes: the connection that they began on stays."""
+    monkeypatch.setattr(renewal, "FOLLOW_SECONDS", 0.05)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(engine: FakeEngine, request: object, context: object) -> adapters_pb2.SyncResponse:
+        begun.set()
+        await go_on.wait()
+        return adapters_pb2.SyncResponse(attached="late@1")
+
+    monkeypatch.setattr(FakeEngine, "Sync", slow)
+    certificates = Certificates(CA.issue(tmp_path / "gateway", "gateway"))
+    async with engine_with(good(tmp_path / "engine")) as engine, pool_for(engine, certificates) as pool:
+        await until(lambda: ready(pool))
+        calling = asyncio.create_task(AdapterCalls(pool, pool._settings).sync())
+        await begun.wait()
+        (before,) = pool.clients
+        CA.issue(tmp_path / "gateway", "gateway")
+        await until(lambda: pool.clients[0] is not before)
+        await until(lambda: before._closing)
+        assert not calling.done()
+        go_on.set()
+        assert [answer.attached for answer in await calling] == ["late@1"]
+        await until(lambda: pool._renewal is not None and not pool._renewal.retired)
+
+
+async def test_a_look_at_certificates_that_gets_no_thread_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewal, "FOLLOW_SECONDS", 0.05)
+    looks, refresh = itertools.count(), Certificates.refresh
+
+    def starved(certificates: Certificates) -> bool:
+        if next(looks) < 2:
+            raise RuntimeError("can't start new thread")
+        return refresh(certificates)
+
+    certificates = Certificates(CA.issue(tmp_path / "gateway", "gateway"))
+    async with engine_with(good(tmp_path / "engine")) as engine, pool_for(engine, certificates) as pool:
+        await until(lambda: ready(pool))
+        monkeypatch.setattr(Certificates, "refresh", starved)
+        (before,) = pool.clients
+        CA.issue(tmp_path / "gateway", "gateway")
+        await until(lambda: pool.clients[0] is not before)
         assert await run(pool, request())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -60,14 +61,14 @@ class Names:
     """A resolver whose answers the test decides."""
 
     def __init__(self) -> None:
-        self.found: set[str] | None = set()
+        self.found: set[str] | Exception = set()
         self.asked = 0
 
     async def __call__(self, host: str, port: int) -> set[str]:
         self.asked += 1
         assert (host, port) == ("engines.test", 50051)
-        if self.found is None:
-            raise OSError("the name server does not answer")
+        if isinstance(self.found, Exception):
+            raise self.found
         return self.found
 
 
@@ -159,8 +160,9 @@ async def test_a_resolver_without_an_answer_takes_no_engine_away(
     pool = make()
     names.found = {address(engine) for engine in engines}
     await until(lambda: len(ready(pool)) == 3)
-    for silence in (None, set()):
-        names.found = silence  # type: ignore[assignment]
+    silences = (OSError("the name server does not answer"), RuntimeError("can't start new thread"), set[str]())
+    for silence in silences:
+        names.found = silence
         before = names.asked
         await until(lambda before=before: names.asked > before + 3)  # type: ignore[misc]
         assert len(ready(pool)) == 3
@@ -311,6 +313,21 @@ def _stuck(client: EngineClient, hold: asyncio.Event):
         await ask(stub)
 
     return wait
+
+
+async def test_an_engine_that_sends_another_tokenizer_than_it_announced_is_kept_out(
+    engines: list[FakeEngine], make: Maker
+) -> None:
+    engine, codec = engines[0], engines[0].codec
+    engine.codec = SimpleNamespace(digest="0" * 64, files=codec.files)
+    pool = make([engine])
+    await until(lambda: "announced was 000000000000" in pool.clients[0].last_error)
+    assert not ready(pool)
+    with pytest.raises(Unavailable, match=f"the tokenizer files have digest {codec.digest[:12]}"):
+        _ = pool.served
+    engine.codec = codec
+    await until(lambda: ready(pool))
+    assert pool.served.codec.digest == codec.digest
 
 
 # -- sessions

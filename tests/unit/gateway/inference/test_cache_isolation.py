@@ -15,7 +15,7 @@ from services.common.pb import engine_pb2
 from services.common.security.api_keys import ANONYMOUS, Scope
 from services.gateway.auth.caller import Caller, Principal, working_for
 from services.gateway.engines.load_balancing import Affinity, route_of
-from services.gateway.engines.pool import ServedModel
+from services.gateway.engines.served_model import ServedModel
 from services.gateway.inference.engine_request import cache_salt
 from services.gateway.inference.prompts import turn_boundaries
 from services.gateway.settings import CacheScope, GatewaySettings

@@ -82,10 +82,13 @@ class TournamentScorer:
         return [sum(shares) / len(shares) if shares else 0.5 for shares in played]
 
     def _pairs(self, members: Sequence[int]) -> list[tuple[int, int]]:
-        """Pairs of a group: all, or those of neighbours in a ring, so that each plays about as many."""
+        """Pairs of a group: all, or those of neighbours in a ring, so that each plays as many. An odd one is played
+        across the ring; in a ring of odd size one member has no such opponent."""
         count = len(members)
         if self._opponents is None or self._opponents >= count - 1:
             return [(members[one], members[two]) for one in range(count) for two in range(one + 1, count)]
-        apart = range(1, -(-self._opponents // 2) + 1)
+        apart = range(1, self._opponents // 2 + 1)
         ring = {tuple(sorted((at, (at + step) % count))) for step in apart for at in range(count)}
+        if self._opponents % 2:
+            ring |= {(at, at + count // 2) for at in range(count // 2)}
         return [(members[one], members[two]) for one, two in sorted(ring)]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_core import from_json
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import DpoExample, Message, SftExample
 from services.common.jobs.kinds.generate import RolloutPrompt
 from services.common.validation.errors import problem
+from services.common.validation.json_text import parsed_json
 from services.common.validation.strict_models import SentModel
 from services.gateway.api.batches.input_file import LineSplitter, LineTooLong
 from services.gateway.core.file_store import FileInfo, FileStore
@@ -94,7 +94,7 @@ class Lines:
         rows = []
         for number, text in self._texts():
             try:
-                value = from_json(text)
+                value = parsed_json(text, allow_inf_nan=True)
                 if not isinstance(value, dict):
                     raise self.refused(number, "the line must be a JSON object")
                 rows.append(convert(value))

@@ -13,6 +13,7 @@ from services.common.jobs.fine_tuning import FineTuning
 from services.common.queue.records import text_sha
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
+from services.gateway.api.base.queries import metadata_filter, metadata_pairs
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.training.fine_tuning.jobs import prepared
 from services.gateway.api.training.fine_tuning.objects import (
@@ -65,17 +66,13 @@ async def create_fine_tuning_job(
     return _shown(job)
 
 
-@routes.get("/v1/fine_tuning/jobs", Permission(TRAIN_OR_ADMIN))
+@routes.get("/v1/fine_tuning/jobs", Permission(TRAIN_OR_ADMIN), openapi_extra=metadata_filter("jobs"))
 async def list_fine_tuning_jobs(
     request: Request, training: Training, after: After = None, limit: Limit = 20
 ) -> FineTuningJobs:
     """The caller's fine-tuning jobs, newest first; `after` is the last id of the page before, and `metadata[KEY]=VALUE`
     leaves those that have it."""
-    wanted = {
-        name.removeprefix("metadata[").removesuffix("]"): value
-        for name, value in request.query_params.items()
-        if name.startswith("metadata[") and name.endswith("]")
-    }
+    wanted = metadata_pairs(request)
 
     def where(job: Job) -> bool:
         return job.fine_tuning is not None and wanted.items() <= job.metadata.items()

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from typing import Any, TypeVar
 
 from services.common.errors import NotFound
-from services.common.jobs.training_sessions import checkpoint_key
+from services.common.jobs.training_sessions.names import checkpoint_key
 from services.common.storage.ids import key_of
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from services.common.storage.record_versions import TINKER
@@ -114,7 +114,7 @@ class TinkerRecords:
             record = await self._read(key, SessionRecord, f"no such session: {session!r}", "session_id")
             self._remember(key, record)
         if not sees(record.owner):
-            raise NotFound(f"no such session: {session!r}", param="session_id")
+            raise NotFound(f"no such session: {session[:80]!r}", param="session_id")
         return record
 
     async def sessions(self) -> list[str]:

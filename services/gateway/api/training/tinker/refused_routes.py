@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.gateway.api.base.routing import Routes
+from services.gateway.api.base.routing import AnyQueryRoute, Routes
 from services.gateway.api.training.tinker.run_routes import CHECKPOINT
 from services.gateway.auth.route_permissions import ANY_KEY, Permission
 
@@ -50,7 +50,7 @@ _REFUSED: Mapping[tuple[str, str], tuple[str, str]] = {
     ),
 }
 
-routes = Routes("tinker")
+routes = Routes("tinker", route=AnyQueryRoute)
 
 
 def _refusing(name: str, instead: str) -> Callable[[], Coroutine[Any, Any, None]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Query, Response
 
@@ -19,12 +19,16 @@ from services.gateway.auth.route_permissions import ANY_KEY, TRAIN, Permission
 routes = Routes("tinker")
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
+Access = Annotated[Literal["owned", "accessible"], Query(alias="access_scope")]
+"""Sent with every question by Tinker's SDK. Both are the same here: nothing is shared between keys."""
 CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
 """Path of a checkpoint."""
 
 
 @routes.get("/api/v1/training_runs", Permission(TRAIN), include_in_schema=False)
-async def list_training_runs(tinker: Tinker, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
+async def list_training_runs(
+    tinker: Tinker, limit: Limit = 20, offset: Offset = 0, _access: Access = "owned"
+) -> dict[str, Any]:
     """The caller's runs, newest session first."""
     runs = await _runs(tinker)
     page = [await _described(tinker, run) for run in runs[offset : offset + limit]]
@@ -32,7 +36,7 @@ async def list_training_runs(tinker: Tinker, limit: Limit = 20, offset: Offset =
 
 
 @routes.get("/api/v1/training_runs/{run_id}", Permission(TRAIN), include_in_schema=False)
-async def get_training_run(run_id: str, tinker: Tinker) -> dict[str, Any]:
+async def get_training_run(run_id: str, tinker: Tinker, _access: Access = "owned") -> dict[str, Any]:
     """One run."""
     return await _described(tinker, await tinker.records.run(RunId.parse(run_id)))
 
@@ -90,13 +94,15 @@ async def weights_info(body: WeightsInfo, tinker: Tinker) -> dict[str, Any]:
 
 
 @routes.get("/api/v1/sessions", Permission(ANY_KEY), include_in_schema=False)
-async def list_sessions(tinker: Tinker, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
+async def list_sessions(
+    tinker: Tinker, limit: Limit = 20, offset: Offset = 0, _access: Access = "owned"
+) -> dict[str, Any]:
     """The caller's sessions, newest first."""
     return {"sessions": (await tinker.records.sessions())[offset : offset + limit]}
 
 
 @routes.get("/api/v1/sessions/{session_id}", Permission(ANY_KEY), include_in_schema=False)
-async def get_session(session_id: str, tinker: Tinker) -> dict[str, Any]:
+async def get_session(session_id: str, tinker: Tinker, _access: Access = "owned") -> dict[str, Any]:
     """A session and its runs. Its samplers are no records: an id says all of one."""
     record = await tinker.records.session(session_id)
     metadata = record.user_metadata

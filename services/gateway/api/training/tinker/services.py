@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, TemperError
-from services.common.jobs.training_sessions import Call, ForwardBackward, Refused, check_tokens
+from services.common.jobs.training_sessions.calls import Call, ForwardBackward, Refused, check_tokens
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.base.routing import provided
 from services.gateway.api.training.tinker.names import RequestId
@@ -16,8 +16,8 @@ from services.gateway.api.training.tinker.samples import Samples
 from services.gateway.api.training.validation import TrainingServices
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.file_store import StoreThreads
+from services.gateway.engines.calls.training_sessions import TrainingSessionRouter
 from services.gateway.engines.pool import EnginePool
-from services.gateway.engines.training_sessions import TrainingSessionRouter
 from services.gateway.settings import GatewaySettings
 
 _MOST_REASON = 4000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,3 +94,19 @@ def test_a_tournament_of_few_comparisons_and_of_equal_texts() -> None:
     asked.clear()
     assert score([Sample("q", "same", 1)] * 3, spec, judge=longest_wins(asked)) == [0.5] * 3
     assert not asked
+
+
+@pytest.mark.parametrize("count", [4, 5, 8, 9])
+def test_nobody_plays_more_than_the_opponents_that_are_paid_for(count: int) -> None:
+    for opponents in range(1, count + 1):
+        asked: list[str] = []
+        spec = {"type": "tournament", "prompt": "{first}|{second}", "opponents": opponents}
+        samples = [Sample("q", "x" * (1 + number), 1) for number in range(count)]
+        score(samples, spec, judge=longest_wins(asked))
+        played = Counter(len(side) for pair in asked for side in pair.split("|"))
+        most = min(opponents, count - 1)
+        # Both orders of each pair; the one that an odd ring leaves out has one opponent fewer.
+        left_out = most % 2 * count % 2
+        assert sorted(played[1 + number] for number in range(count)) == sorted(
+            [2 * most] * (count - left_out) + [2 * (most - 1)] * left_out
+        )

@@ -78,10 +78,12 @@ def test_an_upload_that_finds_no_room_on_disk_says_so(http: httpx.Client) -> Non
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         answer = upload(http, files={WEIGHTS: bytes(3 << 20), CONFIG: config()})
+        file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", bytes(3 << 20))})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert answer.status_code == 503, answer.text
-    assert "no room for the upload" in answer.json()["error"]["message"]
+    for refused in (answer, file):
+        assert refused.status_code == 503, refused.text
+        assert "no room for the upload" in refused.json()["error"]["message"]
 
 
 def drafter_files(**changes: object) -> dict[str, bytes]:
@@ -296,3 +298,16 @@ def test_store_away(running: Running, http: httpx.Client) -> None:
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL, "bot"]
     assert http.get("/readyz").status_code == 200
     assert http.get("/healthz").json()["object_store"].startswith("unavailable")
+
+
+@pytest.mark.parametrize(
+    "config", [b"[" * 100_000, b'{"a":' * 100_000, b'{"format":' + b"1" * 5000 + b"}", b'"\\ud800"']
+)
+def test_a_drafters_json_that_python_cannot_read_is_refused(http: httpx.Client, config: bytes) -> None:
+    files = drafter_files() | {DRAFTER_CONFIG: config}
+    answer = upload(http, "sharp", files)
+    assert answer.status_code == 422, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("adapter_rejected", DRAFTER_CONFIG)
+    assert "is not JSON" in error["message"]
+    assert "sys." not in error["message"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from services.common.pb import engine_pb2
+from services.common.validation.json_text import MOST_LEVELS
+from services.learning.request_log.record import LoggedRequest
 from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails
@@ -230,3 +233,80 @@ def test_of_a_million_errors_the_first_is_told(http: httpx.Client) -> None:
     parts = {"messages": [{"role": "user", "content": [{}] * 100_000}]}
     assert error_of(http.post("/v1/chat/completions", json=CHAT | parts))["param"] == "messages[0].content[0].type"
     assert time.process_time() - began < 5.0
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"default": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("path", "around"),
+    [
+        ("messages", lambda schema: {"messages": CHAT["messages"], "tools": [{"name": "f", "input_schema": schema}]}),
+        (
+            "responses",
+            lambda schema: {"input": "hi", "tools": [{"type": "function", "name": "f", "parameters": schema}]},
+        ),
+    ],
+)
+def test_what_is_nested_deeper_than_records_can_be_is_refused(
+    http: httpx.Client, path: str, around: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """A tool's schema is one level further in where it is logged: one that the body's parser just takes would make a
+    record that nobody can read, and with it whatever stands in the same file."""
+    body = around(nested(190)) | {"model": MODEL, "max_tokens": 4, "max_output_tokens": 4}
+    body.pop("max_tokens" if path == "responses" else "max_output_tokens")
+    answer = http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 400
+    assert "nested more than 128 levels deep: flatten it" in answer.json()["error"]["message"]
+    most = {"function": {"name": "f", "parameters": nested(MOST_LEVELS)}}
+    line = LoggedRequest(id="x", at=1.0, kind="chat", model=MODEL, choices=(), tools=[most]).model_dump_json()
+    assert LoggedRequest.parse(line.encode(), "here").tools == [most]
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "param", "said"),
+    [
+        ("POST", "/v1/chat/completions", CHAT | {LONG: 1}, "x" * 200, "check its spelling"),
+        (
+            "POST",
+            "/v1/chat/completions",
+            CHAT | {"stream_options": {LONG: 1}},
+            "stream_options." + "x" * 200,
+            "Unknown",
+        ),
+        ("POST", "/v1/chat/completions", CHAT | {"messages": [{"role": LONG}]}, "messages[0].role", "'assistant'"),
+        ("POST", "/v1/chat/completions", CHAT | {"messages": [{"role": [LONG]}]}, "messages[0].role", "'assistant'"),
+        ("POST", "/v1/eval/suites", {"name": "s", "jsonl": "{}", "scorer": {"type": LONG}}, "scorer.type", "'exact'"),
+        ("POST", "/v1/chat/completions", CHAT | {"service_tier": LONG}, "service_tier", "'flex'"),
+        ("POST", "/v1/chat/completions", CHAT | {"adapter": LONG}, "adapter", "at most"),
+        ("POST", "/v1/completions", TEXT | {"model": LONG}, "model", "at most"),
+        ("GET", f"/v1/{LONG[:9000]}", None, None, "no such route: GET /v1/x"),
+        ("GET", f"/v1/models?{LONG[:9000]}=1", None, "x" * 80, "has after_id, before_id, limit"),
+        ("GET", f"/v1/models?after_id={LONG[:9000]}", None, "after_id", "at most"),
+        ("GET", f"/v1/batches?after={LONG[:9000]}", None, "after", ""),
+        ("GET", f"/v1/files/{LONG[:9000]}", None, None, "no such file"),
+        ("GET", f"/v1/responses/{LONG[:9000]}", None, None, ""),
+        ("GET", f"/v1/train/jobs/{LONG[:9000]}", None, None, ""),
+        ("GET", f"/v1/canaries/{LONG[:9000]}", None, None, ""),
+        ("GET", f"/v1/datasets/{LONG[:9000]}", None, None, ""),
+        ("GET", f"/v1/sessions/{LONG[:9000]}", None, None, ""),
+        ("GET", f"/v1/adapters/{LONG[:9000]}", None, None, ""),
+        ("GET", f"/v1/learners/{LONG[:9000]}", None, None, ""),
+    ],
+)
+def test_an_error_does_not_repeat_megabytes(
+    http: httpx.Client, method: str, path: str, body: Any, param: str | None, said: str
+) -> None:
+    answer = http.request(method, path, json=body)
+    assert 400 <= answer.status_code < 500, answer.text[:400]
+    assert len(answer.content) < 2500
+    error = answer.json()["error"]
+    assert said in error["message"]
+    assert param is None or error["param"] == param

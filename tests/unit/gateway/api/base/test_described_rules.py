@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from services.common.jobs import DpoJob, GrpoJob, KtoJob, OpdJob, SftJob
 from services.common.jobs.scorers.webhook import WebhookReward
-from services.common.jobs.training_sessions import Forward, ForwardBackward, Load, OpenSession, Save
+from services.common.jobs.training_sessions.calls import Forward, ForwardBackward, Load, OpenSession, Save
 from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.completions import CompletionRequest
 from services.gateway.protocol.messages.request import MessagesRequest
@@ -41,6 +41,8 @@ ROLLOUTS = {"adapter": "a", "rollouts": [{"completion_id": "c", "reward": 1}]}
 REWARD = {"type": "numeric"}
 REGEX = {"type": "regex", "pattern": "a"}
 GENERATE = {"prompts": [{"prompt": "p", "answer": 5}], "rounds": 1, "max_tokens": 9, "reward": REWARD}
+GAME = {"type": "environment", "url": "http://a.example"}
+TOOLS = {"type": "environment", "tools": [{"name": "look", "url": "http://a.example/look"}]}
 OPD = {"adapter": "a", "prompts": ["p"], "teacher": "t@1", "rounds": 1, "max_tokens": 9}
 SCORED = {"token_ids": [1, 2], "advantages": [0, 1], "logprobs": [0, -1]}
 
@@ -261,6 +263,9 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
             {"adapter": "a", "generate": GENERATE | {"prompts": ["p"], "reward": [REGEX]}},
             _group({"token_ids": [1], "logprobs": [-1.0], "adapter": "base"}, prompt="p"),
             _group({"completion_id": "c"}),
+            {"adapter": "a", "generate": GENERATE | {"reward": [GAME]}, "advantage": "turn", "discount": 0.5},
+            {"adapter": "a", "generate": GENERATE | {"reward": [TOOLS, REGEX], "rounds": 2, "staleness": 1}},
+            {"adapter": "a", "dataset": "d@1", "observation_weight": 0.5},
             ROLLOUTS | {"loss_type": "cispo", "cispo_max_ratio": 2},
             ROLLOUTS | {"loss_type": "dr_grpo", "max_completion_length": 9, "beta": 0.1, "unbiased_kl": True},
             ROLLOUTS | {"mismatch_correction": "token_mask", "mismatch_cap": 2, "scale_rewards": False},
@@ -293,6 +298,12 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
             ROLLOUTS | {"mismatch_cap": 2},
             ROLLOUTS | {"publish_if": {"metric": "eval_loss"}},
             {"adapter": "a", "generate": GENERATE, "exact_forward": True, "mismatch_correction": "token_mask"},
+            ROLLOUTS | {"discount": 0.5},
+            {"adapter": "a", "generate": GENERATE, "observation_weight": 0.5},
+            {"adapter": "a", "generate": GENERATE | {"reward": GAME | {"max_turns": 1}}, "advantage": "turn"},
+            {"adapter": "a", "generate": GENERATE | {"rounds": 1, "staleness": 1}},
+            {"adapter": "a", "generate": GENERATE | {"reward": [TOOLS | {"weight": 2}, REGEX]}},
+            {"adapter": "a", "generate": GENERATE | {"reward": [TOOLS | {"message_field": None}, REGEX]}},
         ],
     ),
     (

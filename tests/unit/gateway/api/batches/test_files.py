@@ -203,3 +203,35 @@ def test_a_broken_source_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="bug"):
         FileStore(store).create(NewFile("me", new_file_id(), "f", "batch", 1), content())  # type: ignore[arg-type]
     assert store.objects == {}
+
+
+def part(name: str, content: bytes, filename: str | None = None) -> bytes:
+    named = "" if filename is None else f'; filename="{filename}"'
+    return f'--x\r\nContent-Disposition: form-data; name="{name}"{named}\r\n\r\n'.encode() + content + b"\r\n"
+
+
+WHOLE = part("file", LINE, "in.jsonl") + part("purpose", b"batch") + part("expires_after[anchor]", b"created_at")
+SECONDS = part("expires_after[seconds]", b"3600")
+
+
+@pytest.mark.parametrize("route", ["/v1/files", "/v1/adapters"])
+def test_a_form_that_does_not_come_to_its_end_is_refused(running: Running, http: httpx.Client, route: str) -> None:
+    """Its last part would be left out, as if it had not been sent: a file that was to expire would stay for ever."""
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    for body in (part("file", LINE, "in.jsonl") + part("purpose", b"batch") + SECONDS[:-2], WHOLE + SECONDS, b""):
+        error = http.post(route, content=body, headers=headers).json()["error"]
+        assert "ends before its closing boundary" in error["message"]
+    assert running.store.objects == {}
+    if route == "/v1/files":
+        kept = http.post(route, content=WHOLE + SECONDS + b"--x--", headers=headers).json()
+        assert kept["expires_at"] == kept["created_at"] + 3600
+
+
+@pytest.mark.parametrize("route", ["/v1/files", "/v1/adapters"])
+@pytest.mark.parametrize("charset", ["undefined", "utf-7", "utf-16", "unicode_escape", "nope"])
+def test_forms_are_utf_8(http: httpx.Client, route: str, charset: str) -> None:
+    """Python's codecs have some that always fail, and some that read half characters out of ASCII."""
+    headers = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+    answer = http.post(route, content=WHOLE + SECONDS + part("+2AA-", b"x") + b"--x--\r\n", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "content-type")
+    assert repr(charset) in answer.json()["error"]["message"]

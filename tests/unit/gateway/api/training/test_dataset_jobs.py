@@ -118,7 +118,7 @@ def test_what_cannot_be_learnt_from(running: Running, http: httpx.Client, start:
     refused(submit(http, "sft", dataset=None), "give examples, or a dataset", param="examples")
     named = submit(http, "sft", dataset_digest="0", examples=[{"text": "x"}])
     refused(named, "written by the gateway", param="dataset_digest")
-    refused(submit(http, "grpo", groups=[]), "exactly one of", param=None)
+    refused(submit(http, "grpo", groups=[]), "exactly one of", param="groups")
     small = start(max_body_bytes=1024)
     make(small, train=[row("ann", f"{number} + {number}", str(2 * number)) for number in range(100)])
     answer = httpx.post(

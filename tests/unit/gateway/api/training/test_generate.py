@@ -20,6 +20,12 @@ GENERATE: dict[str, Any] = {
 }
 
 
+def _playing(tools: list[dict[str, Any]] | None = None, **fields: Any) -> dict[str, Any]:
+    """Fields of a job whose rollouts are episodes; ``fields`` are the environment's."""
+    reward = {"type": "environment", "url": "http://127.0.0.1:9000", **fields}
+    return {"prompts": [{"prompt": "{observation}", "tools": tools}], "reward": reward}
+
+
 def post(http: httpx.Client, **fields: Any) -> httpx.Response:
     return http.post("/v1/train/grpo", json={"adapter": "bot", "generate": GENERATE | fields})
 
@@ -41,6 +47,16 @@ def test_a_rollout_job_is_queued_as_it_was_sent(running: Running, http: httpx.Cl
         ({"max_tokens": 10**6}, "generate.prompts[0]", "max_tokens 1000000 over the"),
         ({"reward": {"type": "regex", "pattern": "("}}, "generate.reward[0].pattern", "RE2"),
         ({"reward": [{"type": "json_schema", "json_schema": {"type": "x"}}]}, "generate.reward[0].json_schema", "x"),
+        (_playing(tools=[{"type": "function"}]), "generate.prompts[0].tools[0]", "give it a name"),
+        (_playing(tools=[{"function": "look"}]), "generate.prompts[0].tools[0]", "give it a name"),
+        (_playing(tools=[{"name": "look"}] * 2), "generate.prompts[0].tools[1]", "two tools have the name 'look'"),
+        (_playing(tools=[{"name": "a", "parameters": []}]), "generate.prompts[0].tools[0].parameters", "an object"),
+        (
+            _playing(tools=[{"name": "a", "parameters": {"type": ["array", "null"]}}]),
+            "generate.prompts[0].tools[0].parameters",
+            "arguments are an object",
+        ),
+        (_playing(max_trajectory_tokens=6), "generate.prompts[0]", "which leaves no room for an answer"),
     ],
 )
 def test_what_can_never_succeed_is_refused(
@@ -74,6 +90,10 @@ def test_numbers_that_json_does_not_have_are_refused(http: httpx.Client) -> None
     body = json.dumps({"adapter": "bot", "generate": GENERATE | {"eval_prompts": [prompt]}})
     answer = http.post("/v1/train/grpo", content=body, headers={"content-type": "application/json"})
     assert 400 <= answer.status_code < 500, answer.text
+    prompts = [{"prompt": "{observation}", "reset": {"speed": float("inf")}}]
+    body = json.dumps({"adapter": "bot", "generate": GENERATE | _playing() | {"prompts": prompts}})
+    answer = http.post("/v1/train/grpo", content=body, headers={"content-type": "application/json"})
+    assert refusal(answer)["param"] == "generate.prompts[0].reset"
 
 
 def test_generate_goes_with_nothing_else(http: httpx.Client) -> None:

@@ -107,7 +107,7 @@ def second_model(running: Running) -> Iterator[None]:
             "must end with the turn",
         ),
         ("sft", {"examples": [{"prompt": [], "completion": "y"}]}, "examples[0]", "has none"),
-        ("grpo", GRPO | {"prompt": [USER, ASSISTANT]}, None, "must end with the turn"),
+        ("grpo", GRPO | {"prompt": [USER, ASSISTANT]}, "prompt", "must end with the turn"),
         (
             "grpo",
             {"groups": [{"messages": [USER, ASSISTANT], "completions": [{"text": "a", "reward": 1}]}]},
@@ -143,7 +143,7 @@ def second_model(running: Running) -> Iterator[None]:
             "never closes",
         ),
         ("grpo", GRPO | {"completions": ["", "b"], "truncated": [True, False]}, "completions[0]", "has no tokens"),
-        ("grpo", GRPO | {"truncated": [True]}, None, "one each"),
+        ("grpo", GRPO | {"truncated": [True]}, "completions", "one each"),
         ("grpo", GRPO | {"truncated": "no"}, "truncated", "list"),
         ("sft", SFT | {"learning_rate": 1e-3, "optimizer": {"learning_rate": 5e-6}}, "learning_rate", "same setting"),
         ("sft", SFT | {"learning_rate": 1e-3, "optimizer": {"learning_rate": 1e-4}}, "learning_rate", "same setting"),
@@ -365,3 +365,27 @@ def test_a_condition_on_what_is_measured(running: Running, http: httpx.Client) -
     answer = http.post("/v1/train/sft", json={**SFT, "eval_examples": SFT["examples"], "publish_if": condition})
     assert answer.status_code == 202, answer.text
     assert running.queue.specs[answer.json()["id"]].publish_if.min_gain == 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        ("kto", {"examples": [row | {"label": True} for row in KTO_ROWS]}, "examples"),
+        ("kto", {"examples": KTO_ROWS, "eval_examples": KTO_ROWS[:1]}, "eval_examples"),
+        ("grpo", {}, "prompt"),
+        ("grpo", {"prompt": "p", "completions": ["a"]}, "prompt"),
+        ("grpo", {"prompt": "p", "completions": ["a"], "rewards": [1, 2]}, "completions"),
+        ("grpo", {**GRPO, "cispo_max_ratio": 3}, "cispo_max_ratio"),
+        ("opd", {**OPD, "eval_every": 3}, "eval_every"),
+        ("opd", {**OPD, "prompts_per_round": 100}, "prompts_per_round"),
+        ("opd", {**OPD, "lmbda": 0.5}, "lmbda"),
+        ("sft", {**SFT, "observation_weight": 0.5}, "observation_weight"),
+        ("sft", {**SFT, "gradient_checkpointing": True, "recompute": "none"}, "gradient_checkpointing"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_named(
+    http: httpx.Client, kind: str, body: dict[str, Any], param: str
+) -> None:
+    error = refusal(http.post(f"/v1/train/{kind}", json={"adapter": "a", **body}))
+    assert error["param"] == param, error
+    assert param in error["message"]

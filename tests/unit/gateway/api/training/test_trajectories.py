@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from services.common.jobs import GrpoJob, SftJob
-from services.common.jobs.training_sessions import ForwardBackward
+from services.common.jobs.training_sessions.calls import ForwardBackward
 from services.common.pb import engine_pb2
 from tests.unit.gateway.api.training.test_training import publish, refusal
 from tests.unit.gateway.conftest import Running
@@ -131,7 +131,32 @@ def test_what_nobody_remembers_is_named(running: Running, http: httpx.Client) ->
     conversation(running)
     assert "gone" in refusal(submit(http, {"completion_ids": ["c1", "gone"], "reward": 1}), 404)["message"]
     assert "'nowhere'" in refusal(submit(http, {"session_id": "nowhere", "reward": 1}), 404)["message"]
-    assert "twice" in refusal(submit(http, {"completion_ids": ["c1", "c1"], "reward": 1}))["message"]
+    for again in ("c1", "c1:0"):  # of an only choice both are the id
+        assert "twice" in refusal(submit(http, {"completion_ids": ["c1", again], "reward": 1}))["message"]
+        scored = [{"completion_id": "c1", "reward": 1}, {"completion_id": again, "reward": 0}]
+        for form in ({"rollouts": scored}, {"groups": [{"completions": scored}]}):
+            assert "is scored twice" in refusal(http.post("/v1/train/grpo", json={"adapter": "bot", **form}))["message"]
+
+
+def test_what_is_remembered_and_is_too_much_is_refused_by_its_place(running: Running, http: httpx.Client) -> None:
+    remember(running, "first", [1, 2], [3])
+    remember(running, "second", [1, 2, 3], [4])
+    remember(running, "nothing", [1, 2], [])
+    for number in range(2049):
+        remember(running, f"turn-{number}", [1, 2], [3], session="long", ended_at=float(number))
+    for trajectory, says in (
+        ({"completion_ids": ["first", "second"], "rewards": [1e9, 1e9]}, "reward: Input should be less than"),
+        ({"session_id": "long", "split": True, "reward": 1}, "segments: List should have at most 4096 items"),
+        ({"completion_ids": ["nothing"], "reward": 1}, "token_ids: List should have at least 1 item"),
+    ):
+        error = refusal(submit(http, trajectory))
+        assert error["param"] == "groups[0].trajectories[0]"
+        assert says in error["message"]
+    scored = [{"completion_id": name, "reward": reward} for name, reward in (("first", 1), ("nothing", 0))]
+    error = refusal(http.post("/v1/train/grpo", json={"adapter": "bot", "rollouts": scored}))
+    assert error["param"] == "rollouts[1]"
+    error = refusal(http.post("/v1/train/grpo", json={"adapter": "bot", "groups": [{"completions": scored}]}))
+    assert error["param"] == "groups[0].completions[1]"
 
 
 def test_sft_takes_them_too(running: Running, http: httpx.Client) -> None:

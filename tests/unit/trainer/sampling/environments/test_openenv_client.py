@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -91,6 +92,8 @@ def test_calls_are_checked_made_and_answered() -> None:
             said("", ToolCall("get_product", {"number": 1})),
             said("", ToolCall("get_sum", {"number": "7"})),
             said("", ToolCall("get_sum", "7")),
+            said("", ToolCall("get_sum", {"number": 7, "by": math.inf})),
+            said("", ToolCall("get_sum", {"number": 7, "\ud800": "\ud800"})),
             said("", call, broken=True),
         ]
         return [*[await world.act(one) for one in wrong], await world.act(said("", call, call))]
@@ -100,8 +103,7 @@ def test_calls_are_checked_made_and_answered() -> None:
     texts = [outcome.messages[0]["content"] for outcome in wrong]
     assert texts == [
         "error: there is no tool 'get_product'",
-        "error: the arguments are not those of get_sum",
-        "error: the arguments are not those of get_sum",
+        *["error: the arguments are not those of get_sum"] * 4,
         "error: the call is not complete",
     ]
     # None of the wrong ones has changed the memory, and both of the others have.
@@ -137,6 +139,28 @@ def test_every_fault_is_a_failure_of_its_kind(fault: Fault) -> None:
         play(url, work, timeout_seconds=0.2 if fault is Fault.SILENT else 20.0)
     assert failed.value.kind is KINDS.get(fault, FailureKind.PROTOCOL)
     assert server.made[fault] == 1
+
+
+def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next() -> None:
+    """The reward of a step would be learnt as that of another."""
+    answer = {"observation": {"text": "Go on."}, "reward": 0.0, "done": False}
+
+    async def twice(connection: ServerConnection) -> None:
+        async for message in connection:
+            for reward in (0.0, 1.0) if json.loads(message)["type"] == "step" else (0.0,):
+                await connection.send(json.dumps({"type": "observation", "data": answer | {"reward": reward}}))
+
+    async def run() -> None:
+        async with serve(twice, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
+            async with OpenEnvWorlds(EnvironmentReward(url=url), Webhooks(allowed=(url,)), "r").open(()) as world:
+                await world.begin({})
+                assert (await world.act(said("1"))).reward == 0.0
+                await world.act(said("2"))
+
+    with pytest.raises(EnvironmentFailed, match="answered before it was asked for step") as failed:
+        asyncio.run(run())
+    assert failed.value.kind is FailureKind.PROTOCOL
 
 
 def test_nobody_listens() -> None:
@@ -195,6 +219,8 @@ def test_addresses_must_be_listed(guess: str) -> None:
     [
         ("http://a.example:8000", "ws://a.example:8000/ws"),
         ("https://a.example/envs/one/", "wss://a.example/envs/one/ws"),
+        ("https://a.example/envs?level=2", "wss://a.example/envs/ws?level=2"),
+        ("http://a.example?level=2", "ws://a.example/ws?level=2"),
     ],
 )
 def test_addresses_of_sockets(url: str, socket: str) -> None:

@@ -1,12 +1,12 @@
 """Lua scripts of those who look after jobs from outside: cancel, pause, resume, and what unfinished jobs name.
 
 A paused job is queued and only in its adapter's line, where those behind it wait. Whatever hands a job back puts it
-aside instead while it is asked to pause (services/common/queue/lua.py), so a pause also holds when its owner dies.
+aside instead while it is asked to pause (services/common/queue/scripts.py), so a pause also holds when its owner dies.
 """
 
 from __future__ import annotations
 
-from services.common.queue.lua import PRELUDE
+from services.common.queue.scripts import PRELUDE
 
 CANCEL = (
     PRELUDE

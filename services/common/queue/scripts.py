@@ -1,13 +1,4 @@
-"""Keys of jobs in Redis, and the Lua scripts that change them. Both faces of the queue use these and nothing else.
-
-A `Space` is one queue with its keys; the scripts are the same for all. Those of training jobs (TRAINING) are:
-    temper:jobs                 stream of work: entries {job: id}, or {spec: JSON, idempotency_key?} straight from CI
-    temper:jobs:index           sorted set of job ids by creation time, for listing
-    temper:jobs:dead            stream of what was given up: {job?, entry, reason, spec?}
-    temper:job:{id}             hash: the job, its spec and who owns it now
-    temper:job:{id}:events      stream of JobEvents
-    temper:line:{adapter}       list of the adapter's unfinished job ids in the order of submission
-    temper:idempotency:{key}    "job-id request-sha", expires
+"""Lua scripts that change the jobs of a queue. Both faces of the queue use these and nothing else.
 
 A job is in exactly one of these places: unread in the stream (queued), pending for its owner in the consumer group
 (running), only in its adapter's line (queued: paused, or delivered while an earlier job of the adapter was unfinished),
@@ -18,102 +9,21 @@ Scripts are atomic; those of an owner compare the fencing token and answer LOST 
 repeated when its answer got lost: what an owner reports carries a number that grows, and what is not above its last one
 (`said`) has been written already.
 
-Times are Redis's own clock in unix seconds, so that hosts need not agree.
+They are the same for all queues: `Keyspace.lua` puts before one what it has to know of its own. Times are Redis's own
+clock in unix seconds, so that hosts need not agree.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from services.common.storage.outbox import NOTIFY
-from services.common.storage.record_versions import JOB, Schema
 from services.common.storage.redis import NOW
 
-JOB_TTL = 30 * 86400
-"""Seconds that a terminal job stays visible."""
 EVENTS_TTL = 7 * 86400
 """Most seconds that a terminal job's events stay replayable."""
 IDEMPOTENCY_TTL = 7 * 86400
 EVENTS_LENGTH = 10_000
 DEAD_LENGTH = 1_000
 LOST = "LOST"
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """One queue: its keys and its consumer group.
-
-    Args:
-        stream: of work; index and dead letters are beside it.
-        group: the consumers'.
-        jobs, lines, keys: what the names of jobs, lines and idempotency keys begin with.
-        schema: of the jobs' hashes.
-        settled_by_owner: what an attempt has made is kept when its job is cancelled. So a job that has once begun is
-            delivered even then, for its owner to end it.
-        tells: whether the end of a job is an event for webhooks.
-        ttl: seconds that a terminal job stays visible.
-    """
-
-    stream: str
-    group: str
-    jobs: str
-    lines: str
-    keys: str
-    schema: Schema
-    settled_by_owner: bool = False
-    tells: bool = False
-    ttl: int = JOB_TTL
-
-    @property
-    def index(self) -> str:
-        return f"{self.stream}:index"
-
-    @property
-    def dead(self) -> str:
-        return f"{self.stream}:dead"
-
-    @property
-    def settles(self) -> str:
-        """``settled_by_owner`` as the scripts take it."""
-        return "1" if self.settled_by_owner else "0"
-
-    def job_key(self, job_id: str) -> str:
-        return f"{self.jobs}{job_id}"
-
-    def events_key(self, job_id: str) -> str:
-        return f"{self.jobs}{job_id}:events"
-
-    def line_key(self, line: str) -> str:
-        return f"{self.lines}{line}"
-
-    def idempotency_key(self, key: str) -> str:
-        return f"{self.keys}{key}"
-
-    def lua(self, script: str) -> str:
-        """A script of this module for this queue."""
-        names = f"'{self.jobs}', '{self.lines}', {self.schema.version}, {int(self.tells)}, {self.ttl}"
-        return f"local JOBS, LINES, SCHEMA, TELLS, TTL = {names}\n{script}"
-
-
-TRAINING = Space("temper:jobs", "trainers", "temper:job:", "temper:line:", "temper:idempotency:", JOB, tells=True)
-STREAM, GROUP, INDEX, DEAD = TRAINING.stream, TRAINING.group, TRAINING.index, TRAINING.dead
-
-
-def job_key(job_id: str) -> str:
-    return TRAINING.job_key(job_id)
-
-
-def events_key(job_id: str) -> str:
-    return TRAINING.events_key(job_id)
-
-
-def line_key(adapter: str) -> str:
-    return TRAINING.line_key(adapter)
-
-
-def idempotency_key(key: str, key_id: str = "") -> str:
-    """Key of a submission by an API key, whose id stands before a space, which no client can send."""
-    return TRAINING.idempotency_key(f"{key_id} {key}" if key_id else key)
 
 
 PRELUDE = f"""{NOW}{NOTIFY}

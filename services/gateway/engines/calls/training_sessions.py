@@ -11,7 +11,8 @@ from grpc import aio
 from pydantic_core import to_json
 
 from services.common.errors import DoesNotFit, Gone, NotFound, Overloaded, TemperError, Unavailable
-from services.common.jobs.training_sessions import Call, OpenSession, future_session, session_instance
+from services.common.jobs.training_sessions.calls import Call, OpenSession
+from services.common.jobs.training_sessions.names import future_session, session_instance
 from services.common.pb import engine_pb2
 from services.common.pb import sessions_pb2 as pb
 from services.gateway.auth.caller import owner
@@ -177,7 +178,7 @@ async def _call(client: EngineClient, call: Awaitable[A]) -> A:
             raise Overloaded(
                 f"engine {client.address} does not take a message of this size (TEMPER_MAX_MESSAGE_BYTES): split it"
             ) from error
-        raise Unavailable(f"engine {client.address} does not answer: {error.code().name}", retry_after=1.0) from error
+        raise client.unavailable(error, retry_after=1.0) from error
     if answer.HasField("error"):
         raise engine_error(answer.error)
     return answer

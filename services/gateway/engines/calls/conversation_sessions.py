@@ -10,7 +10,15 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import grpc
 from grpc import aio
 
-from services.common.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, TemperError, Unavailable
+from services.common.errors import (
+    ENGINE_FAULT,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    TemperError,
+    Unavailable,
+)
 from services.common.pb import engine_pb2
 from services.common.pb import histories_pb2 as pb
 from services.gateway.engines.client import EngineClient
@@ -211,7 +219,7 @@ def _refuse(client: EngineClient, error: aio.AioRpcError) -> NoReturn:
     if kind is not None:
         param = "session_id" if kind is NotFound else None
         raise kind(details, param=param) from error
-    if error.code() == grpc.StatusCode.INTERNAL:
+    if error.code() == grpc.StatusCode.INTERNAL and details.startswith(ENGINE_FAULT):
         raise TemperError(details) from error
     if error.code() == grpc.StatusCode.UNIMPLEMENTED:
         details = "it is of a version that keeps no sessions"
