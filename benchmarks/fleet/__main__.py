@@ -51,6 +51,9 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--traces", type=int, default=1, help="validation: traces that are compared, one after the other"
+    )
+    parser.add_argument(
         "--unstretched",
         action="store_true",
         help="validation: steps as fast as they are, for a machine with six quiet cores",
@@ -63,7 +66,9 @@ def main() -> int:
     if options.plot is not None:
         draw([json.loads(row) for row in options.plot.read_text().splitlines()], options.plot.with_suffix(".svg"))
         return 0
-    run = _SCENARIOS | {_VALIDATION: lambda asked: validate(asked.seed, stretched=not options.unstretched)}
+    run = _SCENARIOS | {
+        _VALIDATION: lambda asked: validate(asked.seed, traces=options.traces, stretched=not options.unstretched)
+    }
     unknown = [name for name in options.scenarios if name not in run]
     if unknown:
         parser.error(f"no scenario {', '.join(unknown)}; there are {', '.join(run)}")

@@ -13,7 +13,7 @@ import torch
 
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.errors import NewerSchema
-from services.common.jobs.training_sessions import checkpoint_key
+from services.common.jobs.training_sessions.names import checkpoint_key
 from services.common.queue.job_queue import JobQueue
 from services.common.queue.keyspace import TRAINING
 from services.common.storage.record_versions import LOGGED_REQUEST

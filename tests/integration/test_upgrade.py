@@ -21,7 +21,7 @@ from cli.local.ports import claim_ports
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import NewerSchema
-from services.common.jobs.training_sessions import checkpoint_key
+from services.common.jobs.training_sessions.names import checkpoint_key
 from services.common.queue.consumer import JobConsumer
 from services.common.queue.job_queue import JobQueue
 from services.common.queue.records import SPEC, job_id_of_entry, spec_json

@@ -12,7 +12,8 @@ from peft import PeftModel
 from torch import Tensor
 
 from services.common.jobs import LoraSettings
-from services.common.jobs.training_sessions import Datum, Forward, ForwardBackward, LossConfig, OptimStep
+from services.common.jobs.training_sessions.calls import Forward, ForwardBackward, LossConfig, OptimStep
+from services.common.jobs.training_sessions.data import Datum
 from services.trainer.jobs.adapter_run import starting_adapter
 from services.trainer.training_sessions.policy import SessionPolicy, Shape
 from tests.tokenizer_support import qwen_like_tokenizer

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class SessionsStub:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Calls and results are JSON by the models of services/common/jobs/training_sessions, the same schema as over HTTP.
     Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """
@@ -72,7 +72,7 @@ class SessionsStub:
 
 class SessionsServicer:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Calls and results are JSON by the models of services/common/jobs/training_sessions, the same schema as over HTTP.
     Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """
@@ -160,7 +160,7 @@ def add_SessionsServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Sessions:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Calls and results are JSON by the models of services/common/jobs/training_sessions, the same schema as over HTTP.
     Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """

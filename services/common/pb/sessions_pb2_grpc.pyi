@@ -28,7 +28,7 @@ GRPC_VERSION: str
 
 class SessionsStub:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Calls and results are JSON by the models of services/common/jobs/training_sessions, the same schema as over HTTP.
     Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """
@@ -51,7 +51,7 @@ class SessionsStub:
 @_typing.type_check_only
 class SessionsAsyncStub(SessionsStub):
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Calls and results are JSON by the models of services/common/jobs/training_sessions, the same schema as over HTTP.
     Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """
@@ -70,7 +70,7 @@ class SessionsAsyncStub(SessionsStub):
 
 class SessionsServicer(metaclass=_abc_1.ABCMeta):
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Calls and results are JSON by the models of services/common/jobs/training_sessions, the same schema as over HTTP.
     Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """

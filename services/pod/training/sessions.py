@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest, TemperError, Unavailable
-from services.common.jobs.training_sessions import OpenSession, future_session
+from services.common.jobs.training_sessions.calls import OpenSession
+from services.common.jobs.training_sessions.names import future_session
 from services.common.pb import sessions_pb2 as pb
 from services.common.pb import sessions_pb2_grpc
 from services.engine.server.errors import to_message

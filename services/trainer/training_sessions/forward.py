@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.training_sessions import Forward, ForwardBackward
+from services.common.jobs.training_sessions.calls import Forward, ForwardBackward
 from services.engine.models.training_forward import TrainableForward
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.training_sessions.losses import token_loss

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.common.jobs.training_sessions import Loss, LossConfig
+from services.common.jobs.training_sessions.calls import Loss, LossConfig
 
 DEFAULT_CLIP = 0.2
 """PPO's ε (Schulman et al., arXiv 1707.06347, §6.1)."""

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from pydantic_core import to_json
 
 from services.common.errors import Conflict, Gone, TemperError, Unavailable
-from services.common.jobs.training_sessions import (
+from services.common.jobs.training_sessions.calls import (
     CALL,
     Call,
     Forward,
@@ -29,11 +29,8 @@ from services.common.jobs.training_sessions import (
     Sample,
     Save,
     check_tokens,
-    future_id,
-    future_session,
-    session_id,
-    session_instance,
 )
+from services.common.jobs.training_sessions.names import future_id, future_session, session_id, session_instance
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.memory.kernel_limits import refusal_of
 from services.trainer.metrics import TrainerMetrics

@@ -9,7 +9,7 @@ import torch
 
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.jobs.base import Pace
-from services.common.jobs.training_sessions import Forward, ForwardBackward, OptimStep
+from services.common.jobs.training_sessions.calls import Forward, ForwardBackward, OptimStep
 from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.training_arena import GraphMemory

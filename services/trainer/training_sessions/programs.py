@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.training_sessions import (
+from services.common.jobs.training_sessions.calls import (
     Call,
     Forward,
     ForwardBackward,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.training_sessions import Sample
+from services.common.jobs.training_sessions.calls import Sample
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling

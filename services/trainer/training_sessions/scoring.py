@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.common.jobs.documents import Document
-from services.common.jobs.training_sessions import Datum
+from services.common.jobs.training_sessions.data import Datum
 from services.trainer.packing import Microbatch, pack
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import TemperError
-from services.common.jobs.training_sessions import Call, OpenSession
+from services.common.jobs.training_sessions.calls import Call, OpenSession
 from services.trainer.memory.budget import MemoryNeed
 from services.trainer.settings import TrainerSettings
 from services.trainer.training_sessions.call_queue import CallQueue, CallQueueLimits, CallState, QueuedCall

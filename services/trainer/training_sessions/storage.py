@@ -19,7 +19,7 @@ from torch import Tensor
 from services.common.adapters.names import AdapterVersion, parse_adapter_ref, parse_adapter_version
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry
 from services.common.errors import AdapterRejected, NotFound
-from services.common.jobs.training_sessions import checkpoint_key
+from services.common.jobs.training_sessions.names import checkpoint_key
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from services.common.storage.record_versions import FIELD, SESSION_CHECKPOINT
 from services.trainer.runtime.publish import Publisher

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 
-from services.common.jobs.training_sessions import CALL, Call, OpenSession, future_id, session_id
+from services.common.jobs.training_sessions.calls import CALL, Call, OpenSession
+from services.common.jobs.training_sessions.names import future_id, session_id
 from services.common.pb import engine_pb2, sessions_pb2_grpc
 from services.common.pb import sessions_pb2 as pb
 

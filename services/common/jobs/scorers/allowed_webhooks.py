@@ -6,6 +6,8 @@ to its own network.
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import ssl
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -110,6 +112,8 @@ def webhook_parts(url: str) -> tuple[str, str, int, str]:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("a URL begins with https:// or http:// and a host")
+    if not _is_host(parts.hostname):
+        raise ValueError("the host of a URL has 1 to 63 characters between dots, and ends in a number as IPv4 only")
     if "@" in parts.netloc or parts.fragment or "#" in url:
         raise ValueError("a URL has no user, password or fragment")
     segments = urllib.parse.unquote(parts.path).split("/")
@@ -120,3 +124,20 @@ def webhook_parts(url: str) -> tuple[str, str, int, str]:
     except ValueError as error:
         raise ValueError(f"the port of a URL is a number up to 65535: {error}") from error
     return parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80), parts.path or "/"
+
+
+def _is_host(host: str) -> bool:
+    """Whether a host is a name that can be asked for, or an address as everybody writes it: 0x7f.1 is 127.0.0.1 to
+    some and a name to others."""
+    if ":" in host:
+        return True
+    labels = host.removesuffix(".").split(".")
+    if any(not 0 < len(label) <= 63 for label in labels):
+        return False
+    if re.fullmatch(r"[0-9]+|0x[0-9a-f]*", labels[-1]) is None:
+        return True
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True

@@ -9,7 +9,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.documents import placed
-from services.common.jobs.training_sessions import Datum, DatumBase, Factor, Loss, LossCall
+from services.common.jobs.training_sessions.calls import Loss, LossCall
+from services.common.jobs.training_sessions.data import Datum, DatumBase, Factor
 from services.common.jobs.trajectories.documents import trajectory_documents
 from services.common.jobs.trajectories.segments import Trajectory
 from services.common.jobs.trajectories.stored import STORED, AnyTrajectory, StoredTrajectory

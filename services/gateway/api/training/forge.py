@@ -137,9 +137,13 @@ async def _over(forge: ForgeServices, run: str) -> bool:
 
 async def _found(forge: ForgeServices, run: str) -> Job:
     """A run that the caller may see. Raises NotFound, also if it is another key's."""
-    job = await forge.queue.get(run)
+    missing = NotFound(f"no such forge run: {run[:80]!r}", param="run")
+    try:
+        job = await forge.queue.get(run)
+    except NotFound as error:
+        raise missing from error
     if job.kind != _KIND or not sees(job.key_id):
-        raise NotFound(f"no such forge run: {run[:80]!r}", param="run")
+        raise missing
     return job
 
 

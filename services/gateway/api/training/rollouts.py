@@ -9,7 +9,8 @@ from services.common.adapters.names import BASE
 from services.common.errors import InvalidRequest, NotFound
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob, SftExample, SftJob
 from services.common.jobs.token_checks import check_segments
-from services.common.jobs.training_sessions import Datum, Forward, ForwardBackward
+from services.common.jobs.training_sessions.calls import Forward, ForwardBackward
+from services.common.jobs.training_sessions.data import Datum
 from services.common.jobs.trajectories.session_data import ForwardBackwardBody, ForwardBody, TrajectoryDatum
 from services.common.jobs.trajectories.stored import StoredTrajectory, unnumbered
 from services.common.pb import engine_pb2

@@ -8,15 +8,7 @@ from typing import Annotated, Any
 from fastapi import Query, Response
 from pydantic_core import from_json, to_json
 
-from services.common.jobs.training_sessions import (
-    Call,
-    Load,
-    OpenSession,
-    OptimStep,
-    Sample,
-    Save,
-    check_tokens,
-)
+from services.common.jobs.training_sessions.calls import Call, Load, OpenSession, OptimStep, Sample, Save, check_tokens
 from services.common.jobs.trajectories.session_data import ForwardBackwardBody, ForwardBody
 from services.common.pb import sessions_pb2 as pb
 from services.gateway.api.base.idempotency import Once

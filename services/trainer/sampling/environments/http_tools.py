@@ -34,6 +34,14 @@ _WRONG_ARGUMENTS = (400, 404, 409, 422)
 """Statuses of a tool that cannot do what it was asked: the model reads why."""
 
 
+class _Again(Exception):
+    """A tool may answer when it is asked again, not before so many seconds have passed."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+
 class ToolWorlds:
     """Worlds of the tools of one job.
 
@@ -92,24 +100,25 @@ class ToolWorld:
             return error_text(wrong)
         body = json.dumps({"name": call.name, "arguments": call.arguments, "episode": self._episode}).encode()
         key = uuid.uuid4().hex
+        least = 0.0
         for attempt in range(self._webhooks.attempts):
             if attempt:
-                await asyncio.sleep(min(0.25 * 2**attempt, 5.0))
+                await asyncio.sleep(max(min(0.25 * 2**attempt, 5.0), least))
             try:
                 async with asyncio.timeout(self._spec.timeout_seconds):
-                    found = await self._attempt(self._tools[call.name], body, key)
+                    return await self._attempt(self._tools[call.name], body, key)
+            except _Again as again:
+                least = min(again.seconds, self._spec.timeout_seconds)
             except TimeoutError as error:
                 raise EnvironmentFailed(
                     FailureKind.TIMEOUT, f"{call.name} did not answer within {self._spec.timeout_seconds:g} s"
                 ) from error
-            if found is not None:
-                return found
         raise EnvironmentFailed(
             FailureKind.CONNECTION, f"{call.name} could not be asked in {self._webhooks.attempts} attempts"
         )
 
-    async def _attempt(self, tool: HttpTool, body: bytes, key: str) -> str | None:
-        """What the tool answered; None: it may answer when it is asked again."""
+    async def _attempt(self, tool: HttpTool, body: bytes, key: str) -> str:
+        """What the tool answered. Raises _Again."""
         timestamp = str(int(time.time()))
         headers = {
             "content-type": "application/json",
@@ -124,10 +133,11 @@ class ToolWorld:
                 text = await self._read(response)
         except httpx.TimeoutException as error:
             raise EnvironmentFailed(FailureKind.TIMEOUT, f"{tool.name}: {type(error).__name__}") from error
-        except httpx.HTTPError:
-            return None
+        except httpx.HTTPError as error:
+            raise _Again from error
         if response.status_code in (429, 502, 503, 504):
-            return None
+            asked = response.headers.get("retry-after", "")
+            raise _Again(float(asked) if asked.isascii() and asked.isdigit() else 0.0)
         if response.status_code in _WRONG_ARGUMENTS:
             return error_text(text)
         if response.status_code != 200:

@@ -142,6 +142,12 @@ def test_exactly_one_form() -> None:
         "https://host:99999/",
         "https://host/\n",
         "https://hôst/",
+        "https://a..b/",
+        "https://.a/",
+        f"https://{'a' * 64}.example/",
+        "https://256.1.1.1/",
+        "https://0x7f.1/",
+        "https://2130706433/",
         "host/path",
         "",
     ],
@@ -149,6 +155,20 @@ def test_exactly_one_form() -> None:
 def test_a_webhook_url_means_one_thing(url: str) -> None:
     with pytest.raises(ValueError):
         webhook_parts(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("http://127.0.0.1:9000/a", "127.0.0.1"),
+        ("http://[::1]:9000", "::1"),
+        ("https://scores.team-1.svc.cluster.local./v1", "scores.team-1.svc.cluster.local."),
+        ("http://my_service", "my_service"),
+        (f"https://{'a' * 63}.example1", f"{'a' * 63}.example1"),
+    ],
+)
+def test_hosts_that_everybody_reads_alike(url: str, host: str) -> None:
+    assert webhook_parts(url)[1] == host
 
 
 def settings(**fields: Any) -> Any:

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.training_sessions import (
+from services.common.jobs.training_sessions.calls import (
     CALL,
     MAX_SAMPLES,
-    Datum,
     Forward,
     ForwardBackward,
     Load,
@@ -23,11 +22,9 @@ from services.common.jobs.training_sessions import (
     Sample,
     Save,
     check_tokens,
-    future_id,
-    future_session,
-    session_id,
-    session_instance,
 )
+from services.common.jobs.training_sessions.data import Datum
+from services.common.jobs.training_sessions.names import future_id, future_session, session_id, session_instance
 
 RL = {"token_ids": [5, 6], "advantages": [0, 1], "logprobs": [0, -1]}
 

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from services.common.adapters.registry import AdapterRegistry, Manifest
-from services.common.jobs.training_sessions import OpenSession
+from services.common.jobs.training_sessions.calls import OpenSession
 from services.trainer.settings import TrainerSettings
 from services.trainer.training_sessions.call_queue import CallState
 from services.trainer.training_sessions.manager import TrainingSessionManager

@@ -18,7 +18,7 @@ from services.common.errors import (
     TemperError,
     Unavailable,
 )
-from services.common.jobs.training_sessions import OpenSession
+from services.common.jobs.training_sessions.calls import OpenSession
 from services.trainer.training_sessions.call_queue import CallState
 from tests.training_support import TrainingHost
 from tests.unit.trainer.training_sessions.office import DATA, INSTANCE, Office, train

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from typing import Any, TypeVar
 
 from services.common.errors import NotFound
-from services.common.jobs.training_sessions import checkpoint_key
+from services.common.jobs.training_sessions.names import checkpoint_key
 from services.common.storage.ids import key_of
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from services.common.storage.record_versions import TINKER

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, TemperError
-from services.common.jobs.training_sessions import Call, ForwardBackward, Refused, check_tokens
+from services.common.jobs.training_sessions.calls import Call, ForwardBackward, Refused, check_tokens
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.base.routing import provided
 from services.gateway.api.training.tinker.names import RequestId

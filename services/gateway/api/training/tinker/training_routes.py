@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from services.common.errors import InvalidRequest, NotFound
 from services.common.jobs.fields.lora import LoraSettings
-from services.common.jobs.training_sessions import Call, Load, OpenSession, OptimStep, Save
+from services.common.jobs.training_sessions.calls import Call, Load, OpenSession, OptimStep, Save
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.training.tinker.bodies import (
     Adam,

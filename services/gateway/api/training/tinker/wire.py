@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.training_sessions import Forward, ForwardBackward
+from services.common.jobs.training_sessions.calls import Forward, ForwardBackward
 from services.common.pb import tinker_pb2 as pb
 from services.gateway.api.training.tinker.bodies import checked
 

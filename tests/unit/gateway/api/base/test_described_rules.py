@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from services.common.jobs import DpoJob, GrpoJob, KtoJob, OpdJob, SftJob
 from services.common.jobs.scorers.webhook import WebhookReward
-from services.common.jobs.training_sessions import Forward, ForwardBackward, Load, OpenSession, Save
+from services.common.jobs.training_sessions.calls import Forward, ForwardBackward, Load, OpenSession, Save
 from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.completions import CompletionRequest
 from services.gateway.protocol.messages.request import MessagesRequest

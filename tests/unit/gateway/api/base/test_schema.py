@@ -112,7 +112,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     # What stands inside of strings and files, or is a schema itself.
     r"must be a JSON object[:,] ": "JSON in a text",
     r"is not JSON: ": "JSON in a text",
-    r"the (port|path) of a URL|IPv4 or IPv6 address|IPv6 URL": "what stands in a URL",
+    r"the (host|port|path) of a URL|IPv4 or IPv6 address|IPv6 URL": "what stands in a URL",
     r"prompt (has|must have) \{": "placeholders in a text",
     r"every completion contains it": "an answer without words",
     r"beside the properties of a function cannot be enforced": "which schemas can be enforced",

@@ -151,7 +151,7 @@ def test_rollouts_of_too_many_versions_are_refused(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"rewards": [1.0]}, None),
+        ({"rewards": [1.0]}, "completions"),
         ({"rewards": [1e308, -1e308]}, "rewards[0]"),
         ({"adapter": MODEL}, "adapter"),
         ({"lora": {"rank": 17}}, "lora.rank"),

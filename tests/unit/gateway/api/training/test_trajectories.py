@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from services.common.jobs import GrpoJob, SftJob
-from services.common.jobs.training_sessions import ForwardBackward
+from services.common.jobs.training_sessions.calls import ForwardBackward
 from services.common.pb import engine_pb2
 from tests.unit.gateway.api.training.test_training import publish, refusal
 from tests.unit.gateway.conftest import Running

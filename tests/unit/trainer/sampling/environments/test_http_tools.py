@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,20 @@ def test_what_may_pass_is_asked_again_with_the_same_key(first: Reply | None) -> 
         keys = [{n.lower(): v for n, v in one.headers.items()}["idempotency-key"] for one in server.seen]
     assert len(keys) == 2
     assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize(("asked", "least"), [("1", 1.0), ("soon", 0.5)])
+def test_a_tool_says_when_to_ask_again(asked: str, least: float) -> None:
+    replies = answering((429, {"retry-after": asked}, b""), (200, {}, b"fine"))
+    times: list[float] = []
+
+    def answer(seen: Seen) -> Reply | None:
+        times.append(time.monotonic())
+        return replies(seen)
+
+    with serving(answer) as server:
+        assert ask(server, CALL).messages[0]["content"] == "fine"
+    assert times[1] - times[0] >= least
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Calls of training sessions as data: what a researcher sends, what the engine executes. No torch, no gRPC.
+"""Calls of a training session, and the request that opens one.
 
 The same models validate a call in the gateway and in the engine, so that what is wrong with it is said before it has a
 place in the session's line.
@@ -6,27 +6,25 @@ place in the session's line.
 
 from __future__ import annotations
 
-import re
-from abc import abstractmethod
 from collections.abc import Sequence
 from operator import not_
 from typing import Annotated, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
-from services.common.adapters.names import NAME_SCHEMA, AdapterName, AdapterRef, check_adapter_name
+from services.common.adapters.names import AdapterName, AdapterRef
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import Recompute
 from services.common.jobs.fields.lora import LoraSettings
+from services.common.jobs.training_sessions.data import Datum, DatumBase, TokenId
+from services.common.jobs.training_sessions.names import CheckpointName
 from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import (
-    NULL,
     Rule,
     Rules,
     at_least_one,
     at_most_one,
     both,
-    contains,
     either,
     exactly_one,
     given,
@@ -51,26 +49,6 @@ _LOSS_FIELDS: dict[Loss, frozenset[str]] = {
     "cispo": frozenset({"floor", "cap"}),
     "dro": frozenset({"beta"}),
 }
-_SESSION = re.compile(r"ts-([0-9a-f]{12})-([0-9a-f]{12})")
-_FUTURE = re.compile(r"tf-([0-9a-f]{12})-([0-9a-f]{12})-([0-9a-f]{1,14})-([0-9a-f]{6})")
-
-
-def checkpoint_key(name: str) -> str:
-    """Key of a checkpoint's object in the store."""
-    return f"sessions/checkpoints/{name}.safetensors"
-
-
-def _checkpoint_name(name: str) -> str:
-    try:
-        return check_adapter_name(name)
-    except InvalidRequest as error:
-        raise ValueError(error.message.replace("adapter name", "checkpoint name")) from error
-
-
-CheckpointName = Annotated[str, AfterValidator(_checkpoint_name), WithJsonSchema({"type": "string", **NAME_SCHEMA})]
-TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
-"""Bounded, so that sums stay finite."""
 Seq = Annotated[int, Field(ge=1, le=MAX_SEQ)]
 
 
@@ -102,102 +80,6 @@ class OpenSession(SentModel):
         if self.adapter is not None and self.checkpoint is not None:
             raise contradiction("give adapter or checkpoint to start from, not both", "checkpoint")
         return self
-
-
-class DatumBase(SentModel):
-    """Data of a loss, in whichever form they are sent."""
-
-    advantages: list[Factor] | None = None
-
-    @abstractmethod
-    def lacks(self, *, sampled: bool) -> str | None:
-        """Field that a loss with a ratio to the policy that sampled misses, or that another does not take."""
-
-
-class Datum(DatumBase):
-    """One sequence and what the loss says about it. All lists have the length of ``token_ids``.
-
-    Without ``targets``, entry i of a list belongs to token i: its weight, its advantage, its log-probability given the
-    tokens before it. The first token has nothing before it, so its weight is 0. With ``targets``, entry i belongs to
-    ``targets[i]``, the token after ``token_ids[i]``.
-    """
-
-    token_ids: list[TokenId] = Field(min_length=1)
-    targets: list[TokenId] | None = None
-    """None: the next token of ``token_ids``."""
-    weights: list[Factor] | None = None
-    """A token of weight 0 is not scored. None: 1 for every token that has one before it."""
-    logprobs: list[Annotated[float, Field(ge=-1e9, le=1e-3)]] | None = None
-    """Log-probabilities of the policy that sampled: ``sampling_logprobs`` of a response."""
-    score_all: bool = Field(False, exclude_if=not_)
-    """Score the tokens of weight 0, too: the loss and its gradient are the same."""
-
-    json_rules: ClassVar[Rules] = (
-        either(given("targets"), has(token_ids={"minItems": 2})),
-        either(given("targets"), if_any(weights=either(NULL, {"prefixItems": [{"const": 0}]}))),
-        either(has(score_all=True), if_any(weights=either(NULL, contains({"not": {"const": 0}})))),
-    )
-
-    @model_validator(mode="after")
-    def _agree(self) -> Datum:
-        count = len(self.token_ids)
-        for name in ("targets", "weights", "advantages", "logprobs"):
-            values = getattr(self, name)
-            if values is not None and len(values) != count:
-                raise contradiction(f"{name} has {len(values)} entries and token_ids {count}: one each", name)
-        if self.targets is None:
-            if count < 2:
-                raise contradiction("one token alone predicts nothing: give more, or targets", "token_ids")
-            if self.weights is not None and self.weights[0] != 0:
-                raise contradiction(
-                    "weights[0] must be 0: nothing comes before the first token (entry i of a list belongs to token "
-                    "i; give targets where it should belong to the token after it)",
-                    "weights",
-                )
-        if self.weights is not None and not self.score_all and not any(self.weights):
-            raise contradiction("all weights are 0: nothing would be scored", "weights")
-        return self
-
-    def lacks(self, *, sampled: bool) -> str | None:
-        fields = {"advantages": self.advantages, "logprobs": self.logprobs}
-        return next((name for name, values in fields.items() if (values is not None) != sampled), None)
-
-    @property
-    def inputs(self) -> list[int]:
-        """Tokens that the model reads."""
-        return self.token_ids if self.targets is not None else self.token_ids[:-1]
-
-    @property
-    def predicted(self) -> list[int]:
-        """The token after each input."""
-        return self.targets if self.targets is not None else self.token_ids[1:]
-
-    @property
-    def effective_weights(self) -> list[float]:
-        """Weight of each predicted token."""
-        if self.weights is None:
-            return [1.0] * len(self.inputs)
-        return self._aligned(self.weights)
-
-    @property
-    def scored(self) -> list[bool]:
-        """Whether each predicted token gets a log-probability."""
-        return [self.score_all or weight != 0 for weight in self.effective_weights]
-
-    def aligned(self, name: Literal["advantages", "logprobs"]) -> list[float]:
-        """Value of each predicted token. Raises ValueError if the list was not given."""
-        values = getattr(self, name)
-        if values is None:
-            raise ValueError(f"{name} was not given")
-        return self._aligned(values)
-
-    @property
-    def unpredicted(self) -> int:
-        """Entries at the head of each list that belong to no predicted token."""
-        return 0 if self.targets is not None else 1
-
-    def _aligned(self, values: list[float]) -> list[float]:
-        return values[self.unpredicted :]
 
 
 class LossConfig(SentModel):
@@ -278,7 +160,7 @@ class ForwardBackward(_Scoring):
 
 
 class Forward(_Scoring):
-    """The same without gradient."""
+    """Computes the loss as ForwardBackward does, without a gradient."""
 
     kind: Literal["forward"] = "forward"
     loss: Loss = "cross_entropy"
@@ -424,25 +306,3 @@ def _check_vocabulary(field: str, tokens: Sequence[int], vocab_size: int) -> Non
         raise InvalidRequest(
             f"{field} has the token id {highest}, and the vocabulary ends at {vocab_size - 1}", param=field
         )
-
-
-def session_id(instance: str, serial: str) -> str:
-    """Both parts are 12 hex digits."""
-    return f"ts-{instance}-{serial}"
-
-
-def future_id(session: str, seq: int, nonce: str) -> str:
-    """``nonce``: 6 hex digits, another for each attempt at one place of the line."""
-    return f"tf-{session.removeprefix('ts-')}-{seq:x}-{nonce}"
-
-
-def session_instance(session: str) -> str | None:
-    """The engine process that a session's id names; None if it is no such id."""
-    match = _SESSION.fullmatch(session)
-    return match.group(1) if match else None
-
-
-def future_session(future: str) -> str | None:
-    """The session that a future's id names; None if it is no such id."""
-    match = _FUTURE.fullmatch(future)
-    return session_id(match.group(1), match.group(2)) if match else None
