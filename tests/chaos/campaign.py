@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,14 @@ _CALM_SECONDS = 30.0
 """Longest time from the last fault to the first whole answer by each gateway."""
 _AUDIT_SECONDS = 120.0
 _SUPERVISE_SECONDS = 0.2
+_AGAIN_SECONDS = 2.5
+_SIGNALS: Mapping[str, signal.Signals] = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "twice": signal.SIGTERM,
+    "hang up": signal.SIGHUP,
+    "freeze": signal.SIGSTOP,
+}
 _MORE_HANDLES = 64
 """Open files that a process may have more than before the faults: connections of its pools."""
 _MORE_BYTES = 256 * 2**20
@@ -52,6 +60,7 @@ class Plan:
         parts: of the traffic besides streams and jobs; empty: all.
         questions: of each shape that are asked, at most.
         pace: times the pauses of clients.
+        sequence: faults that are made, in the place of those of the seed.
     """
 
     seconds: float
@@ -64,6 +73,7 @@ class Plan:
     parts: frozenset[str] = frozenset()
     questions: int = 4
     pace: float = 1.0
+    sequence: Sequence[Event] = ()
 
 
 @contextmanager
@@ -101,8 +111,8 @@ class Breaker:
         """Breaks for as long as the plan says."""
         until = time.monotonic() + self._plan.seconds
         names = sorted(self._fleet.processes)
-        for event in events(self._plan.seed, names, sorted(self._fleet.links)):
-            if time.monotonic() + event.after + event.seconds > until:
+        for event in self._plan.sequence or events(self._plan.seed, names, sorted(self._fleet.links)):
+            if not self._plan.sequence and time.monotonic() + event.after + event.seconds > until:
                 break
             await asyncio.sleep(event.after)
             self._ledger.sequence.append(str(event))
@@ -121,6 +131,11 @@ class Breaker:
                 if (pid := self._fleet.pid(event.what)) is not None:
                     with limited(pid, event.kind, event.amount):
                         await asyncio.sleep(event.seconds)
+            case "refuses":
+                with ExitStack() as refusal:
+                    await asyncio.to_thread(refusal.enter_context, self._fleet.refusing(event.code))
+                    await asyncio.sleep(event.seconds)
+                    await asyncio.to_thread(refusal.close)
             case "clock":
                 self._fleet.offsets[event.what].seconds = event.amount
                 await asyncio.sleep(event.seconds)
@@ -129,13 +144,15 @@ class Breaker:
                 await asyncio.to_thread(self._fleet.renew, event.seconds)
             case "roll":
                 await asyncio.to_thread(self._fleet.roll, event.what)
-            case "kill" | "term" | "freeze":
+            case "kill" | "term" | "twice" | "hang up" | "freeze":
                 await self._end(event)
 
     async def _end(self, event: Event) -> None:
-        first = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "freeze": signal.SIGSTOP}[event.kind]
         self._gone = event.what
-        self._fleet.kill(event.what, first)
+        self._fleet.kill(event.what, _SIGNALS[event.kind])
+        if event.kind == "twice":  # later than both are one request
+            await asyncio.sleep(_AGAIN_SECONDS)
+            self._fleet.kill(event.what, signal.SIGTERM)
         await asyncio.sleep(event.seconds)
         self._gone = None
         if event.kind == "freeze":

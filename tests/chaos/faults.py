@@ -9,12 +9,17 @@ from typing import Literal, TypeAlias
 
 from tests.chaos.link import Fault, Weather
 
-Kind: TypeAlias = Literal["kill", "term", "freeze", "link", "disk", "memory", "clock", "renew", "roll"]
+Kind: TypeAlias = Literal[
+    "kill", "term", "twice", "hang up", "freeze", "link", "refuses", "disk", "memory", "clock", "renew", "roll"
+]
 _WEIGHTS: Mapping[Kind, float] = {
     "kill": 3,
     "term": 2,
+    "twice": 0.5,
+    "hang up": 0.5,
     "freeze": 2,
     "link": 8,
+    "refuses": 2,
     "disk": 2,
     "memory": 2,
     "clock": 2,
@@ -24,7 +29,9 @@ _WEIGHTS: Mapping[Kind, float] = {
 STORES = ("redis", "s3")
 CERTIFICATES = "certificates"
 GROUPS = ("gateways", "engines")
-_STORE_ERRORS = (500.0, 503.0)
+_STORE_ERRORS = (200.0, 301.0, 403.0, 412.0, 429.0, 500.0, 503.0)
+REFUSED = ("BUSY", "MASTERDOWN", "NOPERM", "NOREPLICAS", "OOM", "READONLY")
+"""Codes that Redis refuses with: not MISCONF, as a disk that its writes do not fit on is a fault of its own."""
 _ROOM = (0.0, 4096.0, 262_144.0)
 """Bytes: files that are longer do not grow."""
 _HEADROOM = (4 * 2.0**20, 32 * 2.0**20, 128 * 2.0**20)
@@ -47,11 +54,13 @@ class Event:
     fault: Fault = field(default_factory=Fault)
     amount: float = 0.0
     """Of disk and memory bytes that are left, of a clock seconds."""
+    code: str = ""
+    """What Redis refuses with."""
 
     @property
     def label(self) -> str:
         """Kind of fault, for the ledger."""
-        kind = self.kind if self.kind != "link" else str(self.fault.weather)
+        kind = self.code or (self.kind if self.kind != "link" else str(self.fault.weather))
         return f"{kind} {self._where()}"
 
     def _where(self) -> str:
@@ -84,7 +93,9 @@ def events(seed: int, processes: Sequence[str], links: Sequence[str]) -> Iterato
             case "kill" | "freeze":
                 # A store is one of several parts, and everything hangs on it.
                 yield Event(after, kind, rng.choice([*processes, *STORES]), seconds)
-            case "term":
+            case "refuses":
+                yield Event(after, kind, "redis", seconds, code=rng.choice(REFUSED))
+            case "term" | "twice" | "hang up":
                 yield Event(after, kind, rng.choice(processes), seconds)
             case "disk":
                 yield Event(after, kind, rng.choice([*processes, "redis"]), seconds, amount=rng.choice(_ROOM))

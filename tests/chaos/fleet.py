@@ -8,8 +8,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,14 @@ from pathlib import Path
 import grpc
 import httpx
 import psutil
+import redis
 
 from cli.local.ports import claim_ports
 from tests.certificates import Authority, environment
 from tests.chaos.clock import Offset
 from tests.chaos.faults import GROUPS, STORES
 from tests.chaos.link import Link
+from tests.chaos.refusals import REFUSALS
 from tests.chaos.stores import Stores
 from tests.e2e.cluster import Cluster
 
@@ -139,6 +141,17 @@ class Fleet(Cluster):
         if (pid := self.pid(name)) is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    @contextmanager
+    def refusing(self, code: str) -> Iterator[None]:
+        """Redis refuses what it is asked for as long as the context lasts."""
+        with (
+            redis.Redis.from_url(
+                self._stores.settings.redis_url.get_secret_value(), decode_responses=True, protocol=2
+            ) as client,
+            REFUSALS[code](client),
+        ):
+            yield
 
     def renew(self, pause: float) -> None:
         """Replaces the certificate of everybody, as cert-manager does, but slowly: for a while certificate and key do

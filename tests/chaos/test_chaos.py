@@ -16,12 +16,13 @@ import pytest
 
 from tests.chaos.campaign import Plan, campaign
 from tests.chaos.clock import Offset
-from tests.chaos.faults import events
+from tests.chaos.faults import REFUSED, Event, events
 from tests.chaos.fleet import Sizes
 from tests.chaos.http_damage import Damage
 from tests.chaos.ledger import Ledger
 from tests.chaos.limits import limited
 from tests.chaos.link import Fault, Link, Weather
+from tests.chaos.refusals import REFUSALS
 from tests.chaos.stores import Stores
 from tests.stack import PATIENCE, clean_environment
 
@@ -192,8 +193,9 @@ def test_a_seed_makes_the_same_faults() -> None:
     assert first == list(islice(events(3, processes, links), 600))
     assert first != list(islice(events(4, processes, links), 600))
     assert {event.kind for event in first} == {
-        *("kill", "term", "freeze", "link", "disk", "memory", "clock", "renew", "roll")
+        *("kill", "term", "twice", "hang up", "freeze", "link", "refuses", "disk", "memory", "clock", "renew", "roll")
     }
+    assert {event.code for event in first if event.kind == "refuses"} == set(REFUSED) < set(REFUSALS)
     assert {event.fault.weather for event in first} == set(Weather)
     ours = (Weather.ANSWERS, Weather.DAMAGED)
     assert all(event.what.endswith("-s3") for event in first if event.fault.weather in ours)
@@ -211,12 +213,19 @@ def broken(directory: Path, plan: Plan) -> Ledger:
 
 @pytest.mark.timeout(600)
 def test_a_short_campaign_leaves_everything_whole(tmp_path: Path) -> None:
-    """Damaged objects, a clock that jumps, a store that is silent, a gateway that stops."""
+    """Damaged objects, a clock that jumps, a store that is silent, another that refuses, a gateway that stops."""
     parts = frozenset({"sessions", "swaps", "responses", "feedback", "steered jobs"})
     sizes = Sizes(engines=1, gateways=2)
-    plan = Plan(12.5, seed=75, streams=1, jobs=0, sizes=sizes, parts=parts, questions=1, pace=3.0)
+    faults = (
+        Event(1.0, "link", "gateway-s3", 0.7, Fault(Weather.DAMAGED, 1.0)),
+        Event(0.9, "clock", "gateway", 0.9, amount=2.0),
+        Event(1.5, "link", "gateway-s3", 2.1, Fault(Weather.SILENT)),
+        Event(0.8, "refuses", "redis", 1.0, code="READONLY"),
+        Event(0.9, "term", "gateway", 1.1),
+    )
+    plan = Plan(0.0, 75, streams=1, jobs=0, sizes=sizes, parts=parts, questions=1, pace=3.0, sequence=faults)
     ledger = broken(tmp_path, plan)
-    assert list(ledger.faults) == ["damaged link to s3", "clock gateway", "silent link to s3", "term gateway"]
+    assert list(ledger.faults) == [event.label for event in faults]
 
 
 @pytest.mark.thorough

@@ -175,6 +175,23 @@ async def test_dead_owner_is_replaced_and_fenced_out(queue: JobQueue, consumers:
     assert (await queue.get(job.id)).state is JobState.SUCCEEDED
 
 
+async def test_two_owners_of_one_name_do_not_lose_each_others_jobs(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    """As of a pod that is replaced and still runs: what one has is there for others when it dies, though the other has
+    left the group under their name."""
+    job = await queue.submit(sft())
+    leaving, staying = consumers("pod-0"), consumers("pod-0")
+    claimed = must_claim(staying)
+    leaving.close()
+    staying.heartbeat(claimed)
+    silence(raw)
+    heir = consumers("pod-1")
+    assert must_claim(heir).id == job.id
+    staying.close()
+    assert {consumer["name"] for consumer in raw.xinfo_consumers(TRAINING.stream, TRAINING.group)} == {"pod-1"}
+
+
 async def test_heartbeats_keep_a_job(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
     await queue.submit(sft())
     owner, other = consumers("owner"), consumers("other")

@@ -90,8 +90,6 @@ CALLS: Mapping[str, Callable[[ObjectStore, str], object]] = {
     "delete": lambda store, key: store.delete(key),
 }
 MEANT: Mapping[tuple[str, str], object] = {
-    ("error-as-success", "delete"): None,
-    ("page-of-a-proxy", "delete"): None,
     ("nothing", "delete"): None,
     ("unmet", "put-match"): PreconditionFailed,
     ("none", "get"): ObjectNotFound,

@@ -105,9 +105,7 @@ class Delivery(ABC, Generic[Record, Spec]):
     def close(self) -> None:
         """Leaves the group, unless a job is still pending here for others to reclaim."""
         try:
-            pending = self._redis.xpending_range(self._keys.stream, self._keys.group, "-", "+", 1, self._owner)
-            if not pending:
-                self._redis.xgroup_delconsumer(self._keys.stream, self._keys.group, self._owner)
+            self._registered(scripts.LEAVE)(keys=[self._keys.stream], args=[self._keys.group, self._owner])
         except redis.exceptions.RedisError as error:
             self._log.info("queue.leave_failed", error=str(error))
         self._redis.close()
@@ -178,7 +176,7 @@ class Delivery(ABC, Generic[Record, Spec]):
     # Parts.
 
     def _forget(self, name: str) -> None:
-        call(lambda: self._redis.xgroup_delconsumer(self._keys.stream, self._keys.group, name))
+        self._run(scripts.LEAVE, [self._keys.stream], [self._keys.group, name])
 
     def _release(self, claimed: Claimed[Record, Spec], reason: str, *, counts: bool) -> None:
         args = [claimed.fence, self._keys.group, self._owner, claimed.entry, "1" if counts else "0"]
@@ -199,10 +197,14 @@ class Delivery(ABC, Generic[Record, Spec]):
         return answer
 
     def _run(self, script: str, keys: Sequence[str], args: Sequence[str]) -> Any:
+        registered = self._registered(script)
+        return call(lambda: registered(keys=list(keys), args=list(args)))
+
+    def _registered(self, script: str) -> Script:
         registered = self._scripts.get(script)
         if registered is None:
             registered = self._scripts.setdefault(script, self._redis.register_script(self._keys.lua(script)))
-        return call(lambda: registered(keys=list(keys), args=list(args)))
+        return registered
 
     def _abandoned(self) -> tuple[str, dict[str, str]] | None:
         start = "0-0"

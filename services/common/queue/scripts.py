@@ -221,6 +221,14 @@ return 'OK'
 """
 )
 
+LEAVE = """
+-- KEYS stream; ARGV group owner. In one step: what a deleted consumer has pending is pending for nobody, for ever.
+if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then
+  redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+end
+return 'OK'
+"""
+
 HEARTBEAT = (
     PRELUDE
     + f"""

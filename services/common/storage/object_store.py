@@ -283,8 +283,13 @@ class ObjectStore:
 
     def delete(self, key: str) -> None:
         """Removes an object; none there is fine."""
+
+        def remove() -> None:
+            if self._client._execute("DELETE", self._bucket, key).data:  # a success says nothing
+                raise _Damaged(f"the removal of {key} is answered by something else")
+
         try:
-            self._call(f"delete {key}", lambda: self._client.remove_object(self._bucket, key), of_object=True)
+            self._call(f"delete {key}", remove, of_object=True)
         except ObjectNotFound:
             return
 

@@ -208,19 +208,19 @@ class EngineClient:
 
     # -- calls
 
-    def adapters(self) -> adapters_pb2_grpc.AdaptersAsyncStub:
+    def adapters_stub(self) -> adapters_pb2_grpc.AdaptersAsyncStub:
         """Stub for the adapters that the engine serves."""
         return adapters_pb2_grpc.AdaptersStub(self._open_channel())
 
-    def sessions(self) -> sessions_pb2_grpc.SessionsAsyncStub:
+    def sessions_stub(self) -> sessions_pb2_grpc.SessionsAsyncStub:
         """Stub for the engine's training sessions."""
         return sessions_pb2_grpc.SessionsStub(self._open_channel())
 
-    def histories(self) -> histories_pb2_grpc.HistoriesAsyncStub:
+    def histories_stub(self) -> histories_pb2_grpc.HistoriesAsyncStub:
         """Stub for the histories that the engine keeps of clients' sessions."""
         return histories_pb2_grpc.HistoriesStub(self._open_channel())
 
-    def engine(self) -> engine_pb2_grpc.EngineAsyncStub:
+    def engine_stub(self) -> engine_pb2_grpc.EngineAsyncStub:
         """Stub for calls beside the stream of requests."""
         return engine_pb2_grpc.EngineStub(self._open_channel())
 
@@ -279,7 +279,7 @@ class EngineClient:
             closing.add_done_callback(self._closing.discard)
 
     async def _session(self) -> None:
-        stub = self.engine()
+        stub = self.engine_stub()
         model = await stub.GetModel(engine_pb2.GetModelRequest(), timeout=5)
         await self._on_model(self, model)
         self.name = model.engine

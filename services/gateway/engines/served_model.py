@@ -72,6 +72,6 @@ class ModelAgreement:
 async def _tokenizer_files(client: EngineClient) -> dict[str, bytes]:
     chunks: dict[str, list[bytes]] = {}
     request = engine_pb2.GetTokenizerFilesRequest()
-    async for chunk in client.engine().GetTokenizerFiles(request, timeout=_TOKENIZER_SECONDS):
+    async for chunk in client.engine_stub().GetTokenizerFiles(request, timeout=_TOKENIZER_SECONDS):
         chunks.setdefault(chunk.name, []).append(chunk.data)
     return {name: b"".join(parts) for name, parts in chunks.items()}

@@ -48,7 +48,7 @@ class EngineWatch:
             if model is not None and client.connected:
                 try:
                     request = engine_pb2.GetStatusRequest()
-                    status = await client.engine().GetStatus(request, timeout=_PATIENCE_SECONDS)
+                    status = await client.engine_stub().GetStatus(request, timeout=_PATIENCE_SECONDS)
                     self._series.show(model, status)
                 except aio.AioRpcError as error:
                     log.warning("engine does not report its load", engine=client.address, code=error.code().name)

@@ -136,7 +136,7 @@ class _Reader:
             self._places[name] = _Place(recent.process, last)
             return [_object(name, recent.process, line, line.fields) for line in lines]
         try:
-            answer = await client.engine().GetLogs(_request(query, place), timeout=_PATIENCE_SECONDS)
+            answer = await client.engine_stub().GetLogs(_request(query, place), timeout=_PATIENCE_SECONDS)
         except aio.AioRpcError as error:
             # One of an earlier release has no such call.
             return [] if error.code() == grpc.StatusCode.UNIMPLEMENTED else None

@@ -32,14 +32,14 @@ async def pause(health: Health, mode: Mode) -> dict[str, str]:
     right."""
     del mode
     seconds = health.inference.settings.pause_seconds
-    await _each(health, lambda engine: engine.engine().Pause(engine_pb2.PauseRequest(seconds=seconds)))
+    await _each(health, lambda engine: engine.engine_stub().Pause(engine_pb2.PauseRequest(seconds=seconds)))
     return {"status": "paused"}
 
 
 @routes.post("/resume", Permission(ADMIN, audited=True), response_model=None)
 async def resume(health: Health) -> dict[str, str]:
     """Engines go on where they were. May be repeated."""
-    await _each(health, lambda engine: engine.engine().Resume(engine_pb2.ResumeRequest()))
+    await _each(health, lambda engine: engine.engine_stub().Resume(engine_pb2.ResumeRequest()))
     return {"status": "resumed"}
 
 
@@ -49,7 +49,7 @@ async def is_paused(health: Health) -> dict[str, bool]:
     found: list[bool] = []
 
     async def ask(engine: EngineClient) -> None:
-        found.append((await engine.engine().GetStatus(engine_pb2.GetStatusRequest())).paused)
+        found.append((await engine.engine_stub().GetStatus(engine_pb2.GetStatusRequest())).paused)
 
     await _each(health, ask)
     return {"is_paused": any(found)}

@@ -98,7 +98,7 @@ async def _each(health: HealthServices, engine: str | None, call: Any) -> Sleepi
 
 async def _state(client: EngineClient) -> Found:
     try:
-        status = await client.engine().GetStatus(engine_pb2.GetStatusRequest(), timeout=_PATIENCE_SECONDS)
+        status = await client.engine_stub().GetStatus(engine_pb2.GetStatusRequest(), timeout=_PATIENCE_SECONDS)
     except aio.AioRpcError:
         return "away", None
     if status.asleep:
@@ -108,7 +108,7 @@ async def _state(client: EngineClient) -> Found:
 
 async def _sleep(level: SleepLevel, client: EngineClient) -> Found:
     try:
-        answer = await client.engine().Sleep(engine_pb2.SleepRequest(level=level), timeout=_PATIENCE_SECONDS)
+        answer = await client.engine_stub().Sleep(engine_pb2.SleepRequest(level=level), timeout=_PATIENCE_SECONDS)
     except aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.UNIMPLEMENTED:
             raise Conflict(
@@ -123,7 +123,7 @@ async def _sleep(level: SleepLevel, client: EngineClient) -> Found:
 
 async def _wake(client: EngineClient) -> Found:
     try:
-        answer = await client.engine().Wake(engine_pb2.WakeRequest(), timeout=_WAKE_SECONDS)
+        answer = await client.engine_stub().Wake(engine_pb2.WakeRequest(), timeout=_WAKE_SECONDS)
     except aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise Conflict(f"engine {client.id}: {error.details()}", param="engine") from error

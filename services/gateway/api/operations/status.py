@@ -92,7 +92,7 @@ async def list_requests(
 async def _ask(client: EngineClient) -> Sequence[engine_pb2.LiveRequest] | None:
     """What an engine has; nothing of one of an earlier release, and None of one that does not answer."""
     try:
-        answer = await client.engine().GetRequests(engine_pb2.GetRequestsRequest(), timeout=_PATIENCE_SECONDS)
+        answer = await client.engine_stub().GetRequests(engine_pb2.GetRequestsRequest(), timeout=_PATIENCE_SECONDS)
     except aio.AioRpcError as error:
         return [] if error.code() == grpc.StatusCode.UNIMPLEMENTED else None
     return answer.requests

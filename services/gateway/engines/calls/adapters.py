@@ -61,13 +61,17 @@ class AdapterCalls:
 
     async def _sync(self, client: EngineClient) -> adapters_pb2.SyncResponse:
         try:
-            return await client.adapters().Sync(adapters_pb2.SyncRequest(), timeout=self._settings.sync_timeout_seconds)
+            return await client.adapters_stub().Sync(
+                adapters_pb2.SyncRequest(), timeout=self._settings.sync_timeout_seconds
+            )
         except aio.AioRpcError as error:
             raise client.unavailable(error) from error
 
     async def _validate(self, client: EngineClient, files: Mapping[str, bytes]) -> adapters_pb2.ValidateResponse:
         try:
-            answer = await client.adapters().Validate(_chunks(files), timeout=self._settings.validate_timeout_seconds)
+            answer = await client.adapters_stub().Validate(
+                _chunks(files), timeout=self._settings.validate_timeout_seconds
+            )
         except aio.AioRpcError as error:
             if error.code() in _REJECTED:
                 raise AdapterRejected(error.details() or "the engine rejects the adapter") from error

@@ -65,7 +65,7 @@ class ConversationSessionRouter:
         message = pb.ListHistoriesRequest(owner=owner)
 
         async def ask(client: EngineClient) -> list[ConversationSession]:
-            answer = await _call(client, client.histories().List(message, timeout=_CALL_SECONDS))
+            answer = await _call(client, client.histories_stub().List(message, timeout=_CALL_SECONDS))
             return [ConversationSession(history, client) for history in answer.histories]
 
         found: dict[str, ConversationSession] = {}
@@ -108,7 +108,7 @@ class ConversationSessionRouter:
         client = (await self.get(session)).client
         message = pb.SaveHistoryRequest(session=session)
         return ConversationSession(
-            await _call(client, client.histories().Save(message, timeout=self._long_seconds)), client
+            await _call(client, client.histories_stub().Save(message, timeout=self._long_seconds)), client
         )
 
     async def delete(self, session: engine_pb2.SessionRef) -> None:
@@ -121,7 +121,7 @@ class ConversationSessionRouter:
         clients = self._engines.clients
         message = pb.DeleteHistoryRequest(session=session)
         results = await asyncio.gather(
-            *(_call(client, client.histories().Delete(message, timeout=_CALL_SECONDS)) for client in clients),
+            *(_call(client, client.histories_stub().Delete(message, timeout=_CALL_SECONDS)) for client in clients),
             return_exceptions=True,
         )
         for client, result in zip(clients, results, strict=True):
@@ -141,7 +141,7 @@ class ConversationSessionRouter:
             Overloaded: its engine exports others.
         """
         client = (await self.get(session)).client
-        call = client.histories().Export(pb.ExportHistoryRequest(session=session))
+        call = client.histories_stub().Export(pb.ExportHistoryRequest(session=session))
         try:
             first = await _call(client, _read(call))
         except BaseException:
@@ -171,7 +171,7 @@ class ConversationSessionRouter:
             yield pb.ImportHistoryRequest(last=True)
 
         try:
-            return ConversationSession(await _call(client, client.histories().Import(messages())), client)
+            return ConversationSession(await _call(client, client.histories_stub().Import(messages())), client)
         except TemperError:
             if failures:
                 raise failures[0] from None
@@ -179,7 +179,9 @@ class ConversationSessionRouter:
 
     async def _get(self, client: EngineClient, session: engine_pb2.SessionRef) -> ConversationSession:
         message = pb.GetHistoryRequest(session=session)
-        return ConversationSession(await _call(client, client.histories().Get(message, timeout=_CALL_SECONDS)), client)
+        return ConversationSession(
+            await _call(client, client.histories_stub().Get(message, timeout=_CALL_SECONDS)), client
+        )
 
     async def _ask_all(self, ask: Asking[A]) -> list[A]:
         """Answers of all engines that can be asked. Raises Unavailable: none could."""

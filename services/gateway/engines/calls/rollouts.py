@@ -56,7 +56,7 @@ async def _remembered(client: EngineClient, asked: Sequence[engine_pb2.GetRollou
     """One engine's answers to all questions, one after another. Raises Unavailable."""
     try:
         # Each by the connection of its moment: certificates may be renewed between two.
-        answers = [await client.engine().GetRollouts(request, timeout=_CALL_SECONDS) for request in asked]
+        answers = [await client.engine_stub().GetRollouts(request, timeout=_CALL_SECONDS) for request in asked]
     except aio.AioRpcError as error:
         raise client.unavailable(error) from error
     return [rollout for answer in answers for rollout in answer.rollouts]

@@ -55,7 +55,7 @@ class TrainingSessionRouter:
         refusal: TemperError = Unavailable("no engine that trains is ready (TEMPER_TRAINER)", retry_after=2.0)
         for client in sorted(candidates, key=_sessions_there):
             try:
-                answer = await _call(client, client.sessions().Open(message, timeout=_OPEN_SECONDS))
+                answer = await _call(client, client.sessions_stub().Open(message, timeout=_OPEN_SECONDS))
                 return answer.session_json
             except (Overloaded, DoesNotFit, Unavailable) as error:
                 refusal = error
@@ -65,7 +65,7 @@ class TrainingSessionRouter:
         """One session as JSON. Raises NotFound, Gone, Unavailable."""
         client = self._holder(session)
         message = pb.GetSessionRequest(id=session, owner=owner())
-        answer = await _call(client, client.sessions().Get(message, timeout=_CALL_SECONDS))
+        answer = await _call(client, client.sessions_stub().Get(message, timeout=_CALL_SECONDS))
         return answer.session_json
 
     async def open_sessions(self) -> list[bytes]:
@@ -73,7 +73,7 @@ class TrainingSessionRouter:
         clients = [client for client in self._clients() if client.connected and client.instance]
         message = pb.ListSessionsRequest(owner=owner())
         answers = await asyncio.gather(
-            *(client.sessions().List(message, timeout=_CALL_SECONDS) for client in clients),
+            *(client.sessions_stub().List(message, timeout=_CALL_SECONDS) for client in clients),
             return_exceptions=True,
         )
         return [found for answer in answers if not isinstance(answer, BaseException) for found in answer.session_json]
@@ -82,7 +82,7 @@ class TrainingSessionRouter:
         """Raises NotFound, Gone, Unavailable."""
         client = self._holder(session)
         message = pb.CloseSessionRequest(id=session, owner=owner())
-        await _call(client, client.sessions().Close(message, timeout=_CALL_SECONDS))
+        await _call(client, client.sessions_stub().Close(message, timeout=_CALL_SECONDS))
 
     async def submit(self, session: str, call: Call) -> pb.Future:
         """Puts a call into the session's line.
@@ -95,7 +95,7 @@ class TrainingSessionRouter:
         client = self._holder(session)
         call_json = await asyncio.to_thread(to_json, call)
         message = pb.SubmitCallRequest(session=session, call_json=call_json, owner=owner())
-        answer = await _call(client, client.sessions().Submit(message, timeout=_CALL_SECONDS))
+        answer = await _call(client, client.sessions_stub().Submit(message, timeout=_CALL_SECONDS))
         return answer.future
 
     async def wait(self, future: str, seconds: float, stopping: asyncio.Event) -> pb.Future:
@@ -131,7 +131,7 @@ class TrainingSessionRouter:
             message = engine_pb2.Error(code=engine_pb2.ERROR_CODE_GONE, message=error.message)
             return pb.Future(id=future, session=session, state=pb.FUTURE_STATE_FAILED, error=message)
         message_ = pb.WaitFutureRequest(id=future, wait_ms=int(seconds * 1000), owner=owner())
-        answer = await _call(client, client.sessions().Wait(message_, timeout=seconds + _CALL_SECONDS))
+        answer = await _call(client, client.sessions_stub().Wait(message_, timeout=seconds + _CALL_SECONDS))
         return answer.future
 
     def _holder(self, session: str) -> EngineClient:
