@@ -224,6 +224,7 @@ async def test_an_owner_that_was_thought_dead_changes_nothing(
         with pytest.raises(JobLost):
             write()
     assert (await queue.owned("me", batch.id)).status == "validating"
+    assert fresh.job.created_at <= new.now() < fresh.job.created_at + PATIENCE
     new.expire(fresh)
     assert (await queue.owned("me", batch.id)).status == "expired"
 

@@ -114,6 +114,11 @@ class Delivery(ABC, Generic[Record, Spec]):
         """Raises Unavailable if Redis does not answer."""
         call(self._redis.ping)
 
+    def now(self) -> float:
+        """Unix seconds by the clock of Redis, which times in records are of. That of this machine may be off."""
+        seconds, microseconds = call(self._redis.time)
+        return float(seconds) + float(microseconds) / 1e6
+
     def claim(self, block_seconds: float = BLOCK_SECONDS) -> Claimed[Record, Spec] | None:
         """Takes an abandoned or handed-back job, else the oldest waiting one; None if there is none for a while.
 

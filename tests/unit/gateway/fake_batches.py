@@ -28,6 +28,8 @@ class MemoryBatches:
         self.fences: dict[str, int] = {}
         self.stages: list[str] = []
         self.down = False
+        self.clock_off = 0.0
+        """Seconds by which the queue's clock is ahead of this machine's."""
         self._lock = threading.Lock()
 
     def _check(self) -> None:
@@ -67,7 +69,7 @@ class MemoryBatches:
             state="queued",
             stage="validating",
             cancelling=False,
-            created_at=time.time(),
+            created_at=self.now(),
             in_progress_at=None,
             finalizing_at=None,
             finished_at=None,
@@ -127,6 +129,10 @@ class MemoryBatches:
 
     def close(self) -> None:
         return None
+
+    def now(self) -> float:
+        self._check()
+        return time.time() + self.clock_off
 
     def claim(self, block_seconds: float) -> ClaimedBatch | None:
         self._check()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import aclosing
@@ -197,15 +196,18 @@ class BatchRun:
     async def _execute(self) -> Unrun | None:
         """Runs the lines that have no result yet, until all have one (None), or until the batch must end."""
         failures: list[BaseException] = []
+        # By the clock of the queue, of which the batch's beginning is, and then by one that does not jump.
+        now = await self._until_back(lambda: self._host.redis(self._host.consumer.now))
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._claimed.job.expires_at - now
         feeding = asyncio.ensure_future(self._feed(failures))
-        deadline = self._claimed.job.expires_at
         try:
             while True:
                 await asyncio.wait([feeding], timeout=_TICK_SECONDS)
                 if feeding.done():
                     feeding.result()
                     break
-                if self._cancelled.is_set() or time.time() >= deadline or failures:
+                if self._cancelled.is_set() or clock() >= deadline or failures:
                     break
                 if self._buffer.due:
                     await self.flush()

@@ -58,6 +58,14 @@ def test_the_window_passes(batches: Batches) -> None:
     }
 
 
+@pytest.mark.parametrize("days", [-2, 2])
+def test_the_window_is_measured_by_one_clock(batches: Batches, days: int) -> None:
+    """A gateway whose clock is off neither ends a batch too soon nor too late."""
+    batches.running.batches.clock_off = 86_400.0 * days
+    assert batches.run(line("a")).status == "completed"
+    test_the_window_passes(batches)
+
+
 def test_busy_is_tried_again(batches: Batches) -> None:
     refused: list[int] = []
 
