@@ -23,6 +23,7 @@ from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.rate_limits.limiter import Grant, RateLimiter
 
 TIMEOUT_HEADER = "x-request-timeout-seconds"
+_SAID_ONCE = ("authorization", "x-api-key", "content-type", "idempotency-key", "x-session-id", TIMEOUT_HEADER)
 _SMALL_BODY = 64 * 1024
 
 
@@ -86,6 +87,7 @@ class Authentication:
         state = scope.setdefault("state", {})
         state["principal"] = UNAUTHENTICATED
         try:
+            _check_once(headers)
             if self._keys is None and ON_BEHALF_OF not in scope:
                 self._browsers.check(scope, headers)
             principal = state["principal"] = self._principal(scope, permission, headers)
@@ -173,6 +175,13 @@ async def _refuse(scope: Scope, receive: Receive, outcome: _Outcome, headers: He
             "close"  # or the server would read the body to its end, to find the next request
         )
     await response(scope, receive, outcome.send)
+
+
+def _check_once(headers: Headers) -> None:
+    """Raises InvalidRequest: a header that says one thing says two. Each reader would take another, or the first."""
+    for name in _SAID_ONCE:
+        if len(set(headers.getlist(name))) > 1:
+            raise InvalidRequest(f"the header {name} is given twice, with different values: send one", param=name)
 
 
 def _check_scope(permission: Permission, principal: Principal, metrics: GatewayMetrics) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -87,13 +88,19 @@ MAX_BIASED = 1024
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
+_TOKEN_KEY = re.compile(r"0*[0-9]{1,10}")
+
+
 def _token_keys(value: Any) -> Any:
     """JSON object keys are strings; token ids are numbers."""
     if not isinstance(value, dict):
         return value
-    if not all(isinstance(key, str) and key.isascii() and key.isdigit() and int(key) < 2**32 for key in value):
+    if not all(isinstance(key, str) and _TOKEN_KEY.fullmatch(key) and int(key[-10:]) < 2**32 for key in value):
         raise ValueError("keys must be token ids")
-    return {int(key): bias for key, bias in value.items()}
+    biases = {int(key[-10:]): bias for key, bias in value.items()}
+    if len(biases) < len(value):
+        raise ValueError("two keys are the same token id: give each token one bias")
+    return biases
 
 
 LogitBias = Annotated[

@@ -248,3 +248,17 @@ def test_redis_password_is_no_part_of_a_reason(
     out, err = capfd.readouterr()
     assert "counted by each gateway alone" in out
     assert "hunter2" not in out + err
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["authorization", "x-api-key", "content-type", "idempotency-key", "x-session-id", "x-request-timeout-seconds"],
+)
+def test_a_header_that_says_two_things_is_refused(http: httpx.Client, name: str) -> None:
+    for path in ("/v1/completions", "/v1/batches"):
+        answer = http.post(path, content=b"{}", headers=[(name, "7"), (name.upper(), "8")])
+        error = error_of(answer, 400)
+        assert (error["param"], "send one" in error["message"]) == (name, True)
+    if name == "x-session-id":
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 4}
+        assert http.post("/v1/completions", json=body, headers=[(name, "7"), (name, "7")]).status_code == 200

@@ -59,6 +59,9 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 1000}}, "logit_bias"),
         ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": -1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
         ({"stop_token_ids": [5000]}, "stop_token_ids"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -86,6 +89,7 @@ def test_chat_field(http: httpx.Client, change: dict[str, Any], param: str) -> N
     error = error_of(http.post("/v1/chat/completions", json=CHAT | change))
     assert error["param"] == param, error
     assert error["type"] == "invalid_request_error"
+    assert "sys." not in error["message"]
 
 
 @pytest.mark.parametrize(
