@@ -62,7 +62,7 @@ _PASSING: Final = frozenset(
 _REFUSING: Final = _PASSING | {"OOM", "MISCONF", "NOPERM", "NOAUTH", "WRONGPASS"}
 """Codes of a server that refuses a command for what it is itself, whatever the command says. None was carried out."""
 _OF_PIPELINE: Final = "caused error: "
-"""What redis-py writes before the error of a command in a pipeline."""
+"""What redis-py writes before the error of a command in a pipeline; for asyncio, the error is a tuple's text."""
 
 
 def connect(settings: CommonSettings) -> redis.Redis:
@@ -182,7 +182,8 @@ def unavailable(error: Exception) -> Unavailable:
 
 def _code(error: redis.exceptions.ResponseError) -> str:
     """What the answer begins with: redis-py cuts it off where it has a class for it."""
-    return error.status_code or str(error).rpartition(_OF_PIPELINE)[2].partition(" ")[0]
+    text = str(error).rpartition(_OF_PIPELINE)[2]
+    return error.status_code or text.lstrip("(\"'").partition(" ")[0]
 
 
 def _no_state_for_it(error: Exception) -> bool:

@@ -4,9 +4,9 @@ clients ask it before."""
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import Request
+from fastapi import Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
@@ -57,7 +57,9 @@ async def unload_lora_adapter(request: Request, body: UnloadAdapterRequest, adap
 
 
 @routes.get("/server_info", Permission(ANY_KEY), response_model=None)
-async def server_info(adapters: Adapters) -> dict[str, Any]:
+async def server_info(
+    adapters: Adapters, _format: Annotated[Literal["json"], Query(alias="config_format")] = "json"
+) -> dict[str, Any]:
     """The part of vLLM's configuration that clients read of it: model, adapters, and one replica, because a loaded
     adapter answers at every engine."""
     info = adapters.engines.served.info

@@ -72,6 +72,7 @@ def test_what_clients_send_with_everything_is_accepted(running: Running, http: h
     body = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
     assert http.post("/v1/messages?beta=true", json=body).status_code == 200
     assert http.get("/v1/models?client_version=0.98.0").status_code == 200
+    assert http.get("/server_info?config_format=json").status_code == 200, "TRL's question"
     assert http.post("/v1/chat/completions?api-version=2024-10-21", json=body).status_code == 200
 
 
