@@ -113,6 +113,10 @@ class ScriptedWorld:
         del params
         return ""
 
+    async def state(self) -> str:
+        """See World.state."""
+        return ""
+
     async def act(self, answer: ReadAnswer) -> Outcome:
         """See World.act."""
         del answer

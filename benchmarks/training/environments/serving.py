@@ -38,7 +38,7 @@ def serving(make: Callable[[], Environment], most_sessions: int = 256) -> Iterat
 
 
 class Fault(enum.StrEnum):
-    """Faults of a server, each instead of an answer."""
+    """Faults of a server, each instead of an answer to a reset or a step."""
 
     SILENT = "silent"
     BROKEN = "broken"
@@ -117,6 +117,9 @@ class FaultyServer:
                 asked = json.loads(message)
                 if asked["type"] == "close":
                     return
+                if asked["type"] == "state":
+                    await connection.send(json.dumps({"type": "state", "data": environment.state}))
+                    continue
                 if self._drawn.random() < self._share:
                     fault = next(self._next)
                     self.made[fault] += 1

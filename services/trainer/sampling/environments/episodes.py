@@ -62,6 +62,8 @@ class Episode:
     """The last one."""
     others: float = 0.0
     """Weighted scores of the rewards beside the environment's."""
+    state: str = ""
+    """Digest of the state that the environment was in at the beginning; empty: it does not tell."""
     failures: tuple[FailureKind, ...] = ()
     """Failures of environments before the one that it came to its end in."""
 
@@ -170,6 +172,7 @@ class Player:
 
     async def _episode(self, start: Start, attempt: int, world: World, stream: RolloutStream) -> Episode:
         shown = await world.begin(start.reset)
+        state = await world.state()
         prompt = self._prompt(start, shown)
         limit = min(self._most_tokens, stream.most_tokens)
         if len(prompt) >= limit:
@@ -177,7 +180,7 @@ class Player:
                 FailureKind.OVERSIZED,
                 f"what it shows makes a prompt of {len(prompt)} tokens, over the limit of {limit}",
             )
-        episode = Episode(prompt)
+        episode = Episode(prompt, state=state)
         while True:
             tokens = episode.tokens
             room = min(self._max_tokens, limit - len(tokens))

@@ -86,6 +86,10 @@ class ToolWorld:
         del params
         return ""
 
+    async def state(self) -> str:
+        """See World.state. Tools have none that they tell."""
+        return ""
+
     async def act(self, answer: ReadAnswer) -> Outcome:
         """See World.act. An answer without calls is the last."""
         if answer.broken:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from services.trainer.sampling.environments.world import (
 _TOO_BIG = 1009
 """Close code of a message over the limit (RFC 6455)."""
 _CLOSE_SECONDS = 2.0
+_EPISODE_NAME = "episode_id"
+"""Member of a state by which a server tells episodes apart."""
 _TEXT_FIELDS = ("text", "message", "result", "error")
 """Fields that are read, the first that says something, unless the job names one."""
 
@@ -109,7 +112,7 @@ class Session:
         """The data of the answer to a message.
 
         Raises:
-            Refused: the environment cannot take this action, and is as it was.
+            Refused: the environment cannot take this action, or tells no state, and is as it was.
             EnvironmentFailed: there is no answer that can be used.
         """
         message = {"type": kind} if data is None else {"type": kind, "data": data}
@@ -140,7 +143,7 @@ class Session:
 
 
 class Refused(Exception):
-    """An action that the environment says it cannot take."""
+    """A message that the environment says it cannot take."""
 
 
 def _oversized() -> EnvironmentFailed:
@@ -163,9 +166,10 @@ def _data(answer: Any, asked: str) -> Mapping[str, Any]:
         raise EnvironmentFailed(FailureKind.PROTOCOL, "an answer without an object of data")
     if answer.get("type") == "error":
         code, message = str(data.get("code")), str(data.get("message"))
-        if asked == "step" and code == "VALIDATION_ERROR":
-            raise Refused(message)
         full = code == "CAPACITY_REACHED"
+        # An environment that cannot tell its state can be acted in all the same.
+        if (asked == "step" and code == "VALIDATION_ERROR") or (asked == "state" and not full):
+            raise Refused(message)
         raise EnvironmentFailed(FailureKind.CAPACITY if full else FailureKind.ERROR, f"{code}: {message}")
     if answer.get("type") != expected:
         raise EnvironmentFailed(
@@ -188,6 +192,15 @@ class OpenEnvWorld:
         if done:
             raise EnvironmentFailed(FailureKind.PROTOCOL, "the episode is over at its reset")
         return text
+
+    async def state(self) -> str:
+        """See World.state."""
+        try:
+            told = await self._session.ask("state")
+        except Refused:
+            return ""
+        known = {name: value for name, value in told.items() if name != _EPISODE_NAME}
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
     async def act(self, answer: ReadAnswer) -> Outcome:
         """See World.act. Calls are made one after another, until one ends the episode."""

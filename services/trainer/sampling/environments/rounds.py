@@ -131,7 +131,7 @@ def made_round(
     for group in played:
         left = [one for one in group.members if isinstance(one, Episode)]
         prompts = {one.prompt for one in left}
-        unequal += len(prompts) > 1
+        unequal += len(prompts) > 1 or len({one.state for one in left if one.state}) > 1
         trajectories = [
             trajectory_of(one, environment.weight, temperature, own_prompt=len(prompts) > 1) for one in left
         ]

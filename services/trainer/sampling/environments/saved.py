@@ -69,6 +69,7 @@ def episodes_of(
                     [float(reward) for reward in said["rewards"]],
                     [tuple(tokens) for tokens in said["observations"]],
                     truncated=bool(said["truncated"]),
+                    state=said.get("state", ""),
                     failures=failures,
                 )
                 *_, last = episode.actions
@@ -91,4 +92,5 @@ def _said(one: Episode | Dropped | None) -> dict[str, Any] | None:
         "rewards": one.rewards,
         "observations": [list(tokens) for tokens in one.observations],
         "truncated": one.truncated,
+        "state": one.state,
     }

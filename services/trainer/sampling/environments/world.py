@@ -45,6 +45,11 @@ class World(Protocol):
         """Begins the episode; returns what is shown, which may be nothing."""
         ...
 
+    async def state(self) -> str:
+        """Digest of the state that the episode is in, whatever names the episode left out: equal of equal ones. Empty:
+        the world does not tell."""
+        ...
+
     async def act(self, answer: ReadAnswer) -> Outcome:
         """What comes of an answer of the policy."""
         ...

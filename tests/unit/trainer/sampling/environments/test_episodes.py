@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from services.common.errors import TemperError
 from services.common.jobs import GrpoJob
 from services.common.jobs.fields.prompts import PromptFields
 from services.common.jobs.kinds.environment import EnvironmentReward, FailureKind
+from services.common.jobs.kinds.generate import RolloutPrompt
 from services.common.text.tokenizer import TextCodec
 from services.trainer.host.rollouts import Completion, RolloutRequest
 from services.trainer.sampling.answers import ReadAnswer
 from services.trainer.sampling.environments.episodes import Dropped, Episode, Player, Start
+from services.trainer.sampling.environments.rounds import made_round
 from services.trainer.sampling.environments.world import Outcome, user_message
+from services.trainer.sampling.rounds.groups import Group, ScoredPrompt
 
 
 class Says:
@@ -56,6 +60,9 @@ class Told:
         del params
         return "Go."
 
+    async def state(self) -> str:
+        return "begun"
+
     async def act(self, answer: ReadAnswer) -> Outcome:
         del answer
         return self._outcome
@@ -90,3 +97,18 @@ def test_rewards_that_are_too_large_with_their_weight_are_failures(
     assert isinstance(found, Dropped)
     assert found.failures == (FailureKind.PROTOCOL,)
     assert "not a number between ±1e+09" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("second", "unequal"), [({}, 0.0), ({"state": "other"}, 1.0), ({"state": ""}, 0.0), ({"prompt": (1,)}, 1.0)]
+)
+def test_groups_that_do_not_begin_alike_are_counted(
+    codec: TextCodec, second: Mapping[str, Any], unequal: float
+) -> None:
+    """By what they were shown, and by the states of those environments that tell them."""
+    one = play(codec, Outcome((), 1.0, done=True))
+    assert isinstance(one, Episode)
+    prompt = ScoredPrompt(one.prompt, RolloutPrompt(prompt="{observation}"))
+    group = Group(0, 0, prompt, [one, replace(one, **second)])
+    made = made_round(0, 0.0, 1.0, EnvironmentReward(url="http://a.example"), [group])
+    assert made.metrics()["environment_unequal_starts"] == unequal

@@ -83,6 +83,40 @@ def test_equal_seeds_begin_alike_each_in_an_environment_of_its_own(guess: str) -
     assert [outcome.reward for outcome in asyncio.run(two())] == [0.0, 1.0, 0.0, 1.0]
 
 
+def test_equal_states_are_told_from_others(guess: str) -> None:
+    async def states(world: World) -> list[str]:
+        found = []
+        for name in ("a", "b"):
+            await world.begin({"seed": 3, "episode_id": name})
+            found.append(await world.state())
+        await world.act(said("2"))
+        return [*found, await world.state()]
+
+    first, second, later = play(guess, states)
+    assert first == second != later
+
+
+@pytest.mark.parametrize("code", ["UNKNOWN_TYPE", "EXECUTION_ERROR"])
+def test_an_environment_without_a_state_can_be_acted_in(code: str) -> None:
+    told = {"observation": {"text": "Go on."}, "reward": 1.0, "done": True}
+
+    async def server(connection: ServerConnection) -> None:
+        async for message in connection:
+            kind, data = "observation", told | {"done": json.loads(message)["type"] == "step"}
+            if json.loads(message)["type"] == "state":
+                kind, data = "error", {"code": code, "message": "no"}
+            await connection.send(json.dumps({"type": kind, "data": data}))
+
+    async def run() -> tuple[str, Outcome]:
+        async with serve(server, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{next(iter(listening.sockets)).getsockname()[1]}"
+            async with OpenEnvWorlds(EnvironmentReward(url=url), Webhooks(allowed=(url,)), "r").open(()) as world:
+                await world.begin({})
+                return await world.state(), await world.act(said("1"))
+
+    assert asyncio.run(run()) == ("", Outcome((), 1.0, done=True))
+
+
 def test_calls_are_checked_made_and_answered() -> None:
     call = ToolCall("get_sum", {"number": 7})
 
