@@ -644,10 +644,11 @@ class GenerateRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     EXPECTED_PREFILL_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, unique on the engine while the request lives; also the completion id of its rollout."""
     deadline_unix_ms: _builtins.int
-    """0: no deadline."""
+    """0: no deadline. Engines that know timeout_ms do not look at it where that is given."""
     traceparent: _builtins.str
     """W3C trace context."""
     cache_salt: _builtins.str
@@ -672,6 +673,10 @@ class GenerateRequest(_message.Message):
     """Hashes of the prompt's blocks by which gateways route, 8 bytes each: the engine only tells them to other gateways."""
     expected_prefill: _builtins.int
     """Prompt tokens that its gateway expects to be computed: the engine only tells other gateways of them, as load."""
+    timeout_ms: _builtins.int
+    """Milliseconds that are left until the deadline when the request is sent, whatever the clocks of both sides say; 0:
+    deadline_unix_ms says it.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -708,10 +713,11 @@ class GenerateRequest(_message.Message):
         owner: _builtins.str = ...,
         prefix_hashes: _builtins.bytes = ...,
         expected_prefill: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "boundaries", b"boundaries", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "expected_prefill", b"expected_prefill", "keep_rollout", b"keep_rollout", "owner", b"owner", "pooling", b"pooling", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_from", b"prompt_logprobs_from", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "boundaries", b"boundaries", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "expected_prefill", b"expected_prefill", "keep_rollout", b"keep_rollout", "owner", b"owner", "pooling", b"pooling", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_from", b"prompt_logprobs_from", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015

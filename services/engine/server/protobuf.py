@@ -175,7 +175,9 @@ def adapter_choice(message: pb.GenerateRequest) -> AdapterChoice:
 
 
 def monotonic_deadline(message: pb.GenerateRequest) -> float | None:
-    """Deadline on this process's monotonic clock, seconds."""
+    """Deadline on this process's monotonic clock, seconds. What is left counts: clocks of machines may be apart."""
+    if message.timeout_ms:
+        return time.monotonic() + message.timeout_ms / 1000
     if message.deadline_unix_ms <= 0:
         return None
     return time.monotonic() + message.deadline_unix_ms / 1000 - time.time()

@@ -7,7 +7,6 @@ Nothing here computes: requests become submissions of the loop, updates become f
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -70,8 +69,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     ) -> AsyncIterator[pb.Update]:
         stream = RequestStream(self._serving, hears=False)
         remaining = context.time_remaining()
-        if remaining is not None and not request.deadline_unix_ms:
-            request.deadline_unix_ms = int((time.time() + remaining) * 1000)
+        if remaining is not None and not (request.deadline_unix_ms or request.timeout_ms):
+            request.timeout_ms = max(1, int(remaining * 1000))
         try:
             stream.submit(request)
             stream.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 
@@ -167,6 +168,8 @@ class EngineClient:
             None if request.pooling or request.HasField("prompt_logprobs") else predicted,
         )
         request.prefix_hashes, request.expected_prefill = joined(route.chain), sent.prefill
+        if request.deadline_unix_ms:
+            request.timeout_ms = max(1, request.deadline_unix_ms - int(time.time() * 1000))
         self._requests.add(request.request_id, sent)
         self.breaker.sent(request.request_id)
         self._outgoing.put_nowait(engine_pb2.ClientFrame(submit=request))

@@ -18,21 +18,23 @@ TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"
 
 
 @pytest.fixture
-def engine_settings(settings: CommonSettings) -> EngineSettings:
-    return EngineSettings(
-        **{name: getattr(settings, name) for name in CommonSettings.model_fields},
-        model=TINY,
-        device="cpu",
-        max_num_seqs=8,
-        token_budget=64,
-        num_blocks=129,
-        max_model_len=512,
-        state_snapshots=8,
-        adapter_slots=3,
-        max_lora_rank=8,
-        adapter_poll_seconds=0.2,
-        max_waiting=64,
-    )
+def engine_settings(settings: CommonSettings, request: pytest.FixtureRequest) -> EngineSettings:
+    """A test that wants others is parametrized with them."""
+    usual = {
+        "model": TINY,
+        "device": "cpu",
+        "max_num_seqs": 8,
+        "token_budget": 64,
+        "num_blocks": 129,
+        "max_model_len": 512,
+        "state_snapshots": 8,
+        "adapter_slots": 3,
+        "max_lora_rank": 8,
+        "adapter_poll_seconds": 0.2,
+        "max_waiting": 64,
+    }
+    common = {name: getattr(settings, name) for name in CommonSettings.model_fields}
+    return EngineSettings(**common, **usual | getattr(request, "param", {}))
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from services.pod.engine import Engine
 T = TypeVar("T")
 
 _numbers = itertools.count()
-_OUTER = ("deadline_unix_ms", "keep_rollout", "cache_salt", "priority", "request_id", "session")
+_OUTER = ("deadline_unix_ms", "timeout_ms", "keep_rollout", "cache_salt", "priority", "request_id", "session")
 
 
 @dataclass

@@ -65,10 +65,11 @@ async def test_a_repeated_prompt_comes_from_the_cache(engine: EngineUnderTest) -
     assert first.token_ids == second.token_ids == salted.token_ids
 
 
+@pytest.mark.parametrize("engine_settings", [{"max_model_len": 2 * MUCH_PREFILL}], indirect=True)
 async def test_a_stream_hears_at_once_what_another_has_much_to_compute_of(engine: EngineUnderTest) -> None:
     sending, hearing = engine.stream(), engine.stream()
     await hearing.run(request())
-    asked = request([3 + i % 50 for i in range(100)])
+    asked = request([3 + i % 50 for i in range(MUCH_PREFILL)])
     asked.expected_prefill, asked.prefix_hashes = MUCH_PREFILL, b"12345678"
     name = await sending.submit(asked)
     taken, begun = [await asyncio.wait_for(hearing.heard.get(), 30) for _ in range(2)]
@@ -134,6 +135,12 @@ async def test_a_deadline_ends_a_request(engine: EngineUnderTest) -> None:
     late = await stream.run(request(deadline_unix_ms=int((time.time() + 0.15) * 1000), max_tokens=500))
     assert late.error is not None
     assert late.error.code == pb.ERROR_CODE_DEADLINE_EXCEEDED
+    # Of a gateway whose clock is a day ahead.
+    ahead = int((time.time() + 86_400) * 1000)
+    soon = await stream.run(request(deadline_unix_ms=ahead, timeout_ms=150, max_tokens=500))
+    assert soon.error is not None
+    assert soon.error.code == pb.ERROR_CODE_DEADLINE_EXCEEDED
+    assert (await stream.run(request(deadline_unix_ms=1, timeout_ms=60_000))).error is None
     passed = await stream.run(request(deadline_unix_ms=1))
     assert passed.error is not None
     assert passed.error.code == pb.ERROR_CODE_DEADLINE_EXCEEDED
