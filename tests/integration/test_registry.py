@@ -10,7 +10,7 @@ import pytest
 from services.common.adapters.manifest import DRAFTER_CONFIG, DRAFTER_WEIGHTS
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry
-from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, NotFound
+from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, NotFound, Unavailable
 from services.common.storage.object_store import ObjectStore
 
 BASE = "b" * 64
@@ -186,6 +186,16 @@ def test_a_newer_version_that_is_attached_meanwhile_stays(
     monkeypatch.setattr(registry, "_read_json", read_before_the_twin)
     assert registry.attach(old, forward_only=True) == new
     assert registry.attached() == new
+
+
+def test_a_record_that_is_there_and_not_found_is_a_store_that_is_away(
+    registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = registry.publish("m", files("1"), base_digest=BASE, job_id="job-1")
+    assert registry.publish("m", files("1"), base_digest=BASE, job_id="job-1").ref == first.ref
+    monkeypatch.setattr(registry, "_read_json", lambda key: None)
+    with pytest.raises(Unavailable, match="does not find it"):
+        registry.publish("m", files("1"), base_digest=BASE, job_id="job-1")
 
 
 def test_attachment_and_pointers(registry: AdapterRegistry, store: ObjectStore) -> None:

@@ -255,10 +255,8 @@ class AdapterRegistry(AdapterPointers):
     def _claim(self, name: str, job_id: str | None) -> AdapterVersion:
         """The number to publish as: the job's own from an earlier attempt, or the next free one."""
         record = job_key(name, job_id or "")
-        if job_id is not None:
-            earlier = self._read_json(record)
-            if earlier is not None:
-                return AdapterVersion(name, int(earlier[0]["version"]))
+        if job_id is not None and (earlier := self._claimed(name, record)) is not None:
+            return earlier
         claim = json.dumps({"job_id": job_id, "claim": uuid.uuid4().hex}).encode()
         number = self._newest(name) + 1
         for _ in range(RACES):
@@ -272,9 +270,16 @@ class AdapterRegistry(AdapterPointers):
         if job_id is not None:
             try:
                 self._store.put(record, json.dumps(POINTER.stamped({"version": number})).encode(), if_absent=True)
-            except PreconditionFailed:  # a twin of this job was quicker: its number counts, ours stays empty
-                return self._claim(name, job_id)
+            except PreconditionFailed as error:  # a twin of this job was quicker: its number counts, ours stays empty
+                if (twin := self._claimed(name, record)) is None:
+                    raise Unavailable(f"the object store has {record} and does not find it; retry") from error
+                return twin
         return AdapterVersion(name, number)
+
+    def _claimed(self, name: str, record: str) -> AdapterVersion | None:
+        """The number that a job has, by its record; None: it has none yet."""
+        found = self._read_json(record)
+        return None if found is None else AdapterVersion(name, int(found[0]["version"]))
 
     def _newest(self, name: str) -> int:
         deleted = self._read_json(f"deleted/{name}")
