@@ -8,6 +8,7 @@ import anthropic
 import httpx
 import pytest
 
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, says
 
@@ -91,4 +92,5 @@ def test_models_in_pages(start: Starter) -> None:
         back = claude.models.list(limit=1, before_id="c")
         assert ([one.id for one in back.data], back.has_more) == (["b"], True)
         assert claude.models.list(before_id=MODEL).data == []
-    assert httpx.get(f"{running.url}/v1/models?after_id=x", trust_env=False).json()["error"]["param"] == "after_id"
+    other = httpx.get(f"{running.url}/v1/models?after_id=x", trust_env=False, timeout=PATIENCE)
+    assert other.json()["error"]["param"] == "after_id"
