@@ -25,8 +25,6 @@ _KINDS: tuple[tuple[type[errors.TemperError], pb.ErrorCode.ValueType, grpc.Statu
     (errors.DeadlineExceeded, pb.ERROR_CODE_DEADLINE_EXCEEDED, grpc.StatusCode.DEADLINE_EXCEEDED),
 )
 
-INTERNAL_MESSAGE = errors.ENGINE_FAULT
-
 
 def _told(error: BaseException) -> BaseException:
     """What a client is told of an error: a process that gets no memory, thread or file handle is busy."""
@@ -52,4 +50,4 @@ def to_message(error: BaseException) -> pb.Error:
     error = _told(error)
     if isinstance(error, errors.TemperError):
         return pb.Error(code=error_code(error), message=error.message, param=error.param or "")
-    return pb.Error(code=pb.ERROR_CODE_INTERNAL, message=INTERNAL_MESSAGE)
+    return pb.Error(code=pb.ERROR_CODE_INTERNAL, message=errors.ENGINE_FAULT)

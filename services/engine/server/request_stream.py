@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import structlog
 
-from services.common.errors import InvalidRequest, TemperError, Unavailable
+from services.common.errors import ENGINE_FAULT, InvalidRequest, TemperError, Unavailable
 from services.common.pb import engine_pb2 as pb
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
 from services.engine.requests.submission import Submission
-from services.engine.server.errors import INTERNAL_MESSAGE
 from services.engine.server.protobuf import submission, update_message
 from services.engine.server.serving import Serving
 
@@ -155,7 +154,7 @@ def _refusal(name: str, error: Exception) -> SequenceUpdate:
     the gateway's other requests."""
     if not isinstance(error, TemperError):
         log.error("request could not be submitted", request=name, exc_info=error)
-        error = TemperError(f"{INTERNAL_MESSAGE} ({type(error).__name__})")
+        error = TemperError(f"{ENGINE_FAULT} ({type(error).__name__})")
     return SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)
 
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from services.common.errors import InvalidRequest
+from services.common.errors import ENGINE_FAULT, InvalidRequest
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
 from services.engine.requests.adapter import AdapterChoice
@@ -19,7 +19,6 @@ from services.engine.requests.conversation_session import SessionName
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
 from services.engine.server.conversation_session_service import ConversationSessionService
-from services.engine.server.errors import INTERNAL_MESSAGE
 from services.engine.server.protobuf import submission
 from tests.unit.engine.server.memory_sessions import MAGIC, PIECE, MemorySessions
 
@@ -95,7 +94,7 @@ async def test_errors_of_the_manager_reach_the_client(
         (stub.Get(pb.GetHistoryRequest(session=ref("x" * 257))), grpc.StatusCode.INVALID_ARGUMENT, "257 and 3"),
         (stub.Delete(pb.DeleteHistoryRequest(session=ref("none"))), grpc.StatusCode.NOT_FOUND, "no such session"),
         (stub.Export(pb.ExportHistoryRequest(session=ref("none"))).read(), grpc.StatusCode.NOT_FOUND, "no such"),
-        (stub.Export(pb.ExportHistoryRequest(session=ref("bug"))).read(), grpc.StatusCode.INTERNAL, INTERNAL_MESSAGE),
+        (stub.Export(pb.ExportHistoryRequest(session=ref("bug"))).read(), grpc.StatusCode.INTERNAL, ENGINE_FAULT),
         (stub.Import(pieces(b"something else")), grpc.StatusCode.INVALID_ARGUMENT, "not an exported session"),
         (stub.Import(pieces(name="")), grpc.StatusCode.INVALID_ARGUMENT, "1 to 256 characters"),
     ):

@@ -17,7 +17,7 @@ from services.engine.observability.status import AdapterSnapshot, Counts, Loaded
 from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import SampledToken, SequenceUpdate
 from services.engine.requests.request import FinishReason
-from services.engine.server.errors import INTERNAL_MESSAGE, status_code, to_message
+from services.engine.server.errors import status_code, to_message
 from services.engine.server.protobuf import update_message
 
 
@@ -55,7 +55,7 @@ def test_other_errors_of_these_kinds_are_bugs(error: Exception) -> None:
 
 def test_a_bug_tells_clients_nothing_about_our_insides() -> None:
     message = to_message(KeyError("secret path"))
-    assert (message.code, message.message) == (pb.ERROR_CODE_INTERNAL, INTERNAL_MESSAGE)
+    assert (message.code, message.message) == (pb.ERROR_CODE_INTERNAL, errors.ENGINE_FAULT)
 
 
 def test_an_update_on_the_wire() -> None:
