@@ -24,7 +24,7 @@ from services.common.jobs.scorers.sample import Sample
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.rollouts.completion_run import RolloutRun
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
-from tests.training_support import Stepped, stepped, without_times
+from tests.training_support import Stepped, stepped, through_a_checkpoint, without_times
 from tests.unit.common.jobs.scorers.test_webhook import SECRET, Seen, ok, serving
 
 GAIN = 0.25
@@ -311,6 +311,30 @@ def test_a_step_that_is_interrupted_has_not_happened(pod: Pod, straight: Stepped
     wait_for(lambda: pod.slots_taken() == 0)
     wait_for(lambda: pod.engine.loop.status().background == 0)
     assert without_times(run.step(0)) == straight.curve[0]
+
+
+def test_a_step_that_goes_on_with_its_evaluation_tells_all_of_it(pod: Pod) -> None:
+    """Also behind a checkpoint: what was measured before an interruption is not lost."""
+    fields: dict[str, Any] = {"generate": {"eval_prompts": ["What is 1 + 1?"], "rounds": 1}}
+    whole = 0
+
+    def count() -> None:
+        nonlocal whole
+        whole += 1
+
+    straight = prepared(pod, **fields)
+    wanted = without_times(straight.step(0, count))
+    assert {"eval_reward_before", "eval_reward", "reward_mean", "loss", "round"} <= wanted.keys()
+    run = prepared(pod, **fields)
+    with raising_after(whole - 1) as interrupt:
+        run.step(0, interrupt)
+    state = run.state()
+    assert (state.data["step"], state.data["evaluation_left"]) == (1, True)
+    again = prepared(pod, **fields)
+    assert again.load_state(through_a_checkpoint(state)) == 0
+    for one in (run, again):
+        assert without_times(one.step(0)) == wanted
+        assert all(torch.equal(*both) for both in zip(straight.lora.parameters(), one.lora.parameters(), strict=True))
 
 
 @pytest.mark.thorough

@@ -123,6 +123,10 @@ class TrainingRun(ABC):
         self._optimizer = ScheduledOptimizer(self._place(), spec.optimizer, peak=peak, total_steps=total_steps)
         self._make_forwards()
         self._finished = 0
+        self._found: dict[str, float] = {}
+        """Metrics of the step under way so far: one that is interrupted is told as a whole once it has gone on."""
+        self._evaluation_left = False
+        """Whether the step under way has been applied, and waits only for its evaluation."""
         self._num_tokens = 0
         self.watch = StepTimer(host.model.device)
         """Timer of the step under way."""
@@ -210,6 +214,11 @@ class TrainingRun(ABC):
         del interrupt
         return {}
 
+    def _evaluates_behind(self, index: int) -> bool:
+        """Whether an evaluation belongs to step ``index``."""
+        del index
+        return False
+
     def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.examine. A job that samples for itself has no examples before."""
         del interrupt
@@ -217,14 +226,21 @@ class TrainingRun(ABC):
 
     def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.step."""
-        what = self._begin_step(index)
-        with self._within_plan(what):
-            metrics = self._before(index, interrupt)
-        started = time.perf_counter()
-        self.zero_grad()
-        with self._within_plan(what):
-            found, tokens = self._accumulate(index, interrupt)
-            return metrics | self._end_step(index, found, tokens, started)
+        if not self._is_applied(index):
+            what = self._begin_step(index)
+            with self._within_plan(what):
+                self._found |= self._before(index, interrupt)
+            started = time.perf_counter()
+            self.zero_grad()
+            with self._within_plan(what):
+                self._end_step(index, *self._accumulate(index, interrupt), started)
+        if self._evaluation_left:
+            self._found |= self.evaluate(interrupt)
+        return self._told()
+
+    def _is_applied(self, index: int) -> bool:
+        """Whether an interruption left only the evaluation of step ``index``."""
+        return self._evaluation_left and index == self._finished - 1
 
     def _begin_step(self, index: int) -> str:
         """Words for step ``index``, whose timer runs from now on."""
@@ -233,11 +249,11 @@ class TrainingRun(ABC):
         self.watch = StepTimer(self._host.model.device)
         return f"step {index}"
 
-    def _end_step(self, index: int, found: Mapping[str, float], tokens: int, started: float) -> dict[str, float]:
-        """Applies the gradients of step ``index``; returns all of its metrics.
+    def _end_step(self, index: int, found: Mapping[str, float], tokens: int, started: float) -> None:
+        """Applies the gradients of step ``index``, and finds all metrics of it but those of its evaluation.
 
         Args:
-            found: metrics by now.
+            found: metrics of the gradients.
             tokens: inputs that were read for the gradients; 0: the adapter stays as it is.
             started: when the step began, of time.perf_counter().
         """
@@ -245,13 +261,19 @@ class TrainingRun(ABC):
             metrics = dict(found) | (self._optimizer.step(index) if tokens else self._optimizer.rest(index))
         self.zero_grad()
         self._finished = index + 1
+        self._evaluation_left = self._evaluates_behind(index)
         self._num_tokens += tokens
         metrics |= self.watch.seconds()
         seconds = time.perf_counter() - started
         metrics["train_seconds"] = seconds
         metrics["num_tokens"] = float(self._num_tokens)
         metrics["tokens_per_second"] = tokens / max(seconds, 1e-9)
-        return metrics
+        self._found |= metrics
+
+    def _told(self) -> dict[str, float]:
+        """All metrics of the step under way, which is over with that."""
+        found, self._found, self._evaluation_left = self._found, {}, False
+        return found
 
     def close(self) -> None:  # noqa: B027 - most runs have nothing
         """See JobRun.close."""
@@ -294,7 +316,8 @@ class TrainingRun(ABC):
         tensors = self._masters()
         tensors |= {f"optimizer.{name}": value for name, value in self._optimizer.state().items()}
         data = {"step": self._finished, "num_tokens": self._num_tokens, "spec": spec_digest(self._spec)}
-        return RunState(tensors, data)
+        under_way = {"found": dict(self._found), "evaluation_left": self._evaluation_left}
+        return RunState(tensors, data | (under_way if self._found else {}))
 
     def load_state(self, state: RunState) -> int:
         """See JobRun.load_state."""
@@ -307,7 +330,9 @@ class TrainingRun(ABC):
         self._optimizer.load_state(under("optimizer.", state.tensors))
         self._finished = int(state.data["step"])
         self._num_tokens = int(state.data["num_tokens"])
-        return self._finished
+        self._found = {str(name): float(value) for name, value in state.data.get("found", {}).items()}
+        self._evaluation_left = bool(state.data.get("evaluation_left", False))
+        return self._finished - self._evaluation_left
 
     # -- for the jobs
 

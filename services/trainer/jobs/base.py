@@ -108,8 +108,8 @@ class JobRun(Protocol):
 
         Takes the host's compute gate itself. Metrics of an evaluation that fell on this step have the prefix
         ``eval_``. ``interrupt`` is called between microbatches and may raise (cancelled, draining, job lost): the
-        exception passes through, and nothing of the step has been applied, so ``state()`` is still that of the
-        last finished step.
+        exception passes through, and ``state()`` is one in which the same step comes next: either nothing of it has
+        been applied, or only its evaluation is left, and it returns what it would have without the interruption.
         """
         ...
 

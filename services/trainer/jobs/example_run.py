@@ -112,16 +112,9 @@ class ExampleRun(TrainingRun):
         end = count if position + 1 == self._steps_per_epoch else start + size
         return [self._examples[example] for example in order[start:end]]
 
-    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """See JobRun.step. An interrupted evaluation leaves the step applied."""
-        metrics = super().step(index, interrupt)
-        if self._held_out and self._evaluates_after(index):
-            metrics |= self.evaluate(interrupt)
-        return metrics
-
-    def _evaluates_after(self, index: int) -> bool:
+    def _evaluates_behind(self, index: int) -> bool:
         every = self._order.eval_every or self._steps_per_epoch
-        return (index + 1) % every == 0 or index + 1 == self.total_steps
+        return bool(self._held_out) and ((index + 1) % every == 0 or index + 1 == self.total_steps)
 
     def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Metrics on the held-out examples, with the prefix ``eval_``; {} without any."""

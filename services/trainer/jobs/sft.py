@@ -71,15 +71,16 @@ class SftRun(ExampleRun, AdapterRun):
 
     def stepping(self, index: int) -> Course[dict[str, float]]:
         """See SharedRun."""
-        what = self._begin_step(index)
-        started = time.perf_counter()
-        work = self._step_pass(index)
-        with self._within_plan(what):
-            yield work
-            metrics = self._end_step(index, work.found, work.inputs, started)
-        if self._held_out and self._evaluates_after(index):
-            metrics |= yield from self._evaluating()
-        return metrics
+        if not self._is_applied(index):
+            what = self._begin_step(index)
+            started = time.perf_counter()
+            work = self._step_pass(index)
+            with self._within_plan(what):
+                yield work
+                self._end_step(index, work.found, work.inputs, started)
+        if self._evaluation_left:
+            self._found |= yield from self._evaluating()
+        return self._told()
 
     def _evaluating(self) -> Course[dict[str, float]]:
         """`evaluate` as a course."""

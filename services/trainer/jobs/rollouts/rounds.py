@@ -109,17 +109,12 @@ class RoundRun(AdapterRun, Generic[P]):
         del interrupt
         return {}
 
-    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """See JobRun.step. An interrupted evaluation leaves the step applied."""
-        metrics = super().step(index, interrupt)
-        metrics["round"] = float(self._rounds.number(index) + 1)
-        if self._held_out and self._rounds.evaluates_behind(index):
-            metrics |= self.evaluate(interrupt)
-        return metrics
+    def _evaluates_behind(self, index: int) -> bool:
+        return bool(self._held_out) and self._rounds.evaluates_behind(index)
 
     def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
         number = self._rounds.number(index)
+        metrics = {"round": float(number + 1)}
         if index == 0 and self._held_out:
             metrics[f"{self.measure}_before"] = self.evaluate(interrupt)[self.measure]
         if self._number != number:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import SftJob
 from services.trainer.jobs import prepare_run
+from services.trainer.jobs.base import RunState
+from services.trainer.jobs.passes import complete
 from services.trainer.jobs.sft import SftRun
 from tests.training_support import TrainingHost, gradients, random_adapter, without_times
 
@@ -132,6 +136,52 @@ def test_an_interrupted_step_changes_nothing(host: TrainingHost) -> None:
     run.step(1)
     for left, right in zip(straight.lora.parameters(), run.lora.parameters(), strict=True):
         assert torch.equal(left, right)
+
+
+def by_itself(run: SftRun, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+    return run.step(index, interrupt)
+
+
+def as_a_course(run: SftRun, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+    return complete(run.stepping(index), interrupt)
+
+
+@pytest.mark.parametrize("step", [by_itself, as_a_course])
+@pytest.mark.parametrize("looks", range(4))  # at the microbatches of the step, and of what is held out
+def test_what_goes_on_behind_an_interruption_tells_what_it_would_have_told(
+    host: TrainingHost, looks: int, step: Callable[..., dict[str, float]]
+) -> None:
+    """Also where only the evaluation was left: in a pause of the job it must not lose the step's metrics."""
+
+    class Paused(Exception):
+        pass
+
+    calls = 0
+
+    def interrupt() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > looks:
+            raise Paused
+
+    held_out = EXAMPLES[:4]
+    fields = {"batch_size": 6, "max_tokens_per_microbatch": 64, "eval_examples": held_out}
+    straight = prepared(host, **fields)
+    curve = [without_times(step(straight, index)) for index in range(2)]
+    assert "eval_loss" in curve[1]
+    run = prepared(host, **fields)
+    step(run, 0)
+    with pytest.raises(Paused):
+        step(run, 1, interrupt)
+    again = prepared(host, **fields)
+    state = run.state()
+    assert again.load_state(RunState(state.tensors, json.loads(json.dumps(state.data)))) == 1
+    for one in (run, again):
+        assert without_times(step(one, 1)) == curve[1]
+        with pytest.raises(ValueError, match="step 1"):
+            step(one, 1)
+        for left, right in zip(straight.lora.parameters(), one.lora.parameters(), strict=True):
+            assert torch.equal(left, right)
 
 
 def test_steps_come_in_order_and_states_from_the_same_job(host: TrainingHost) -> None:
