@@ -48,7 +48,7 @@ def warm_up_shapes(
         # Decodes are then rows of products of their own, whatever their number is.
         most = min(max_num_seqs, token_budget - apart)
         numbers = sorted({min(number, most) for bucket in decode_buckets(most) for number in (bucket - 1, bucket)})
-        extra += [StepShape.of(number, [apart]) for number in numbers if number]
+        extra += [StepShape.of(number, [apart + number % 2]) for number in numbers if number]
     counts = draft_counts(draft_tokens)
     extra += [StepShape.of_groups(size, 1 + count) for size in sizes_to_try(max_num_seqs) for count in counts]
     return [*shapes, *extra]
