@@ -124,7 +124,7 @@ def test_what_no_store_answers_is_not_taken_for_an_answer() -> None:
 def test_a_store_that_does_not_say_how_old_an_object_is_is_away() -> None:
     with answering(lambda method, path, query: Answer(200, b"x", {"ETag": '"00"'})) as store:
         assert store.head("a") == "00"
-        with pytest.raises(Unavailable, match="age of a.*cannot be read"):
+        with pytest.raises(Unavailable, match=r"age of a.*cannot be read"):
             store.written("a")
 
 
