@@ -97,6 +97,14 @@ class VersionedObjects:
             return None
         return self.schema.unstamped(record, f"{self.noun} {name}@{number}")
 
+    def key_id(self, name: str, number: int) -> str | None:
+        """The `key_id` of a manifest, whatever else is in it; None: it has none, or there is no such version."""
+        try:
+            found = json.loads(self.store.get(self._manifest_key(name, number)).data).get("key_id")
+        except ObjectNotFound:
+            return None
+        return found if isinstance(found, str) else None
+
     def claim(self, name: str, purpose: str = "") -> int:
         """The next free number, which is this writer's from here on. Concurrent writers get distinct ones.
 
