@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from services.common.evaluation.contamination.store import DataSource, TrainingHashes
 from services.common.jobs import Job, JobState, TrainingSpec
 from services.common.jobs.record import checkpoints_of
 from services.gateway.api.training.datasets import with_rows
@@ -70,6 +71,9 @@ async def cancelled(training: TrainingServices, job: Job) -> Job:
         Conflict: see JobQueue.cancel.
     """
     ended = await training.queue.cancel(job.id)
-    if job.state is JobState.QUEUED and job.started_at is not None and ended.state is JobState.CANCELLED:
+    if ended.state is JobState.CANCELLED and ended.started_at is not None and not job.state.terminal:
         await training.threads.run(training.files.objects.delete_prefix, checkpoints_of(job.id))
+        if job.adapter:
+            hashes = TrainingHashes(training.registry)
+            await training.threads.run(hashes.forget, DataSource(adapter=job.adapter, job_id=job.id))
     return ended
