@@ -6,11 +6,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.common.evaluation.contamination.store import DataSource, TrainingHashes
 from services.common.jobs import Job, JobState, TrainingSpec
-from services.common.jobs.record import checkpoints_of
 from services.gateway.api.training.datasets import with_rows
 from services.gateway.api.training.erased_rows import has_erased_rows, withdrawn
+from services.gateway.api.training.leftovers import remove_leftovers
 from services.gateway.api.training.validation import (
     TrainingServices,
     check_references,
@@ -72,8 +71,5 @@ async def cancelled(training: TrainingServices, job: Job) -> Job:
     """
     ended = await training.queue.cancel(job.id)
     if ended.state is JobState.CANCELLED and ended.started_at is not None and not job.state.terminal:
-        await training.threads.run(training.files.objects.delete_prefix, checkpoints_of(job.id))
-        if job.adapter:
-            hashes = TrainingHashes(training.registry)
-            await training.threads.run(hashes.forget, DataSource(adapter=job.adapter, job_id=job.id))
+        await remove_leftovers(training.threads, training.registry, job)
     return ended

@@ -279,7 +279,7 @@ class JobAttempt(Preparation[PublishingSpec]):
         total = run.total_steps
 
         def publish() -> Manifest:
-            gates.keep_hashes([one.version for one in parents])
+            gates.keep_hashes([one.version for one in parents], cancellable=False)
             return self._parts.publisher.publish(
                 self._spec.adapter,
                 claimed.id,
