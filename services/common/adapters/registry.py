@@ -54,7 +54,7 @@ from services.common.adapters.pointers import Pointers as Pointers
 from services.common.adapters.receipts import Receipt
 from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, NotFound, Unavailable
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
-from services.common.storage.record_versions import MANIFEST, POINTER
+from services.common.storage.record_versions import MANIFEST, POINTER, PassOver, passing_over
 
 
 class AdapterRegistry(AdapterPointers):
@@ -70,11 +70,22 @@ class AdapterRegistry(AdapterPointers):
         """Adapters that have a current version, sorted."""
         return sorted(self.pointers().current)
 
-    def versions(self, name: str) -> list[Manifest]:
-        """Complete versions in ascending order; empty if there is no such adapter."""
+    def versions(self, name: str, pass_over: PassOver | None = None) -> list[Manifest]:
+        """Complete versions in ascending order; empty if there is no such adapter.
+
+        Args:
+            pass_over: told of those that a later release wrote. None: they are an error.
+
+        Raises:
+            NewerSchema: there is one of a later release.
+        """
         prefix = versions_prefix(check_adapter_name(name))
-        manifests = [key for key in self._store.list(prefix) if key.endswith("/manifest.json")]
-        found = [self._read_manifest(AdapterVersion(name, int(key[len(prefix) :].split("/")[0]))) for key in manifests]
+        found = []
+        for key in self._store.list(prefix):
+            if key.endswith("/manifest.json"):
+                version = AdapterVersion(name, int(key[len(prefix) :].split("/")[0]))
+                with passing_over(pass_over, str(version), None):
+                    found.append(self._read_manifest(version))
         return sorted((m for m in found if m is not None), key=lambda m: m.version)
 
     def manifest(self, version: AdapterVersion) -> Manifest:
