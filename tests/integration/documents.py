@@ -359,7 +359,7 @@ async def a_delivery(world: World) -> Written:
     await queue.cancel((await queue.submit(sft())).id)
     (event,) = await store.events(9)
     assert await store.make(event, ["https://example.com"])
-    (made,) = await store.list(limit=9)
+    made, *_ = await store.list(limit=9)
     refuses = [lambda: store.get(made.id), lambda: store.resend(made.id), lambda: store.list(limit=9)]
     return Written(f"delivery {made.id}", f"temper:webhook:{made.id}", refuses, [(lambda: store.claim(9, 0), [])], None)
 

@@ -21,6 +21,7 @@ from services.common.jobs.trajectories.segments import Trajectory
 from services.common.queue.job_queue import JobQueue
 from services.common.queue.keyspace import TRAINING
 from services.common.security.api_keys import Scope
+from services.common.storage import versioned_objects
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.training.erased_rows import REASON
 from services.gateway.server.app import open_stores
@@ -175,6 +176,7 @@ async def test_unfinished_jobs_lose_the_rows_of_the_erased(
             claimed = must_claim(owner)
             assert claimed.id == states[state]
             store.put(f"{checkpoints_of(claimed.id)}00000001-00000002/state.json", b"of ann")
+            store.put(f"adapters/{claimed.spec.adapter}/training-hashes/{claimed.id}/grams-000000", b"of ann")
         if state == "publishing":
             publishing = claimed
             assert owner.publishing(claimed)
@@ -197,6 +199,7 @@ async def test_unfinished_jobs_lose_the_rows_of_the_erased(
         job = call("GET", f"/v1/train/jobs/{states[state]}").json()
         assert (job["state"], job["reason"]) == ("cancelled", REASON)
         assert not store.list(checkpoints_of(job["id"]))
+        assert not store.list(f"adapters/{job['adapter']}/training-hashes/{job['id']}/")
     assert raw.hget(TRAINING.job_key(active.id), "spec") is None, "before its owner hears of it"
     assert owner.heartbeat(active)
     owner.cancelled(active)
@@ -304,7 +307,7 @@ def test_an_erasure_that_died_is_finished_by_the_next(store: ObjectStore, monkey
         if store.head(lock) is not None:
             with pytest.raises(Unavailable, match="changed by somebody else"):
                 datasets.cut_out(name, 1, ANN)
-            store.put(lock, b"0.0 minutes ago")
+            monkeypatch.setattr(versioned_objects, "_LOCK_SECONDS", 0.0)
         users = [row.user for row in datasets.rows(datasets.get(name), "train")]
         assert users in (["ann", "bob", "eve"], ["bob", "eve"])
         datasets.cut_out(name, 1, ANN)
@@ -314,6 +317,21 @@ def test_an_erasure_that_died_is_finished_by_the_next(store: ObjectStore, monkey
             break
     assert not died
     assert dies_at > 3
+
+
+@pytest.mark.parametrize("ahead", [-1e9, 1e9])
+def test_a_lock_is_held_by_the_clock_of_the_store(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    """Whatever the clock of who has it, and of who wants it."""
+    datasets = DatasetStore(store)
+    datasets.create(NewDataset("a", SPEC), built("ann", "bob"))
+    store.put("datasets/a/00000001/lock", b"%.3f somebody" % (time.time() + ahead))
+    with pytest.raises(Unavailable, match="changed by somebody else") as refused:
+        datasets.cut_out("a", 1, ANN)
+    assert 1.0 <= refused.value.retry_after <= versioned_objects._LOCK_SECONDS
+    monkeypatch.setattr(versioned_objects, "_LOCK_SECONDS", 0.0)
+    assert datasets.cut_out("a", 1, ANN) > 0
 
 
 def test_a_user_erased_while_a_data_set_is_made_is_not_in_it(

@@ -7,19 +7,23 @@ import inspect
 import json
 from typing import Any
 
+import httpx
 import pytest
 import safetensors.torch
 import torch
 
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.errors import NewerSchema
+from services.common.evaluation.runs.store import EvaluationStore
 from services.common.jobs.training_sessions.names import checkpoint_key
 from services.common.queue.job_queue import JobQueue
 from services.common.queue.keyspace import TRAINING
+from services.common.security.api_keys import Scope
 from services.common.storage.record_versions import LOGGED_REQUEST
 from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.store import Place, ResponseStore
 from services.gateway.core.webhook_store import Attempt, WebhookStore
+from services.gateway.server.app import open_stores
 from services.learning.request_log.record import LoggedRequest
 from services.trainer.training_sessions.storage import SessionStorage, Snapshot
 from tests.integration.documents import (
@@ -35,12 +39,14 @@ from tests.integration.documents import (
     a_data_set,
     a_delivery,
     a_file,
+    a_job,
     a_learner,
     a_result,
     a_run,
     a_run_of_tinker,
     a_session_of_tinker,
     a_suite,
+    a_version,
     an_opinion,
     consumer_of,
     gates_of_a_run,
@@ -48,10 +54,12 @@ from tests.integration.documents import (
     world,
 )
 from tests.integration.jobs import read_events, sft, silence
+from tests.integration.logging_gateway import Gateway, gateway
 from tests.integration.test_registry import files
 from tests.integration.test_stored_documents import chat
+from tests.stack import PATIENCE
 
-__all__ = ["world"]
+__all__ = ["gateway", "world"]
 
 
 def is_hash(place: str) -> bool:
@@ -135,6 +143,71 @@ async def test_a_field_that_is_not_known(make: Make, world: World) -> None:
     assert written.strict is not None
     plant_field(world, written.place, written.strict)
     await check(world, written, "does not know at 'of_tomorrow'")
+
+
+LISTS: dict[Make, list[str]] = {
+    a_job: ["train/jobs", "fine_tuning/jobs", "forge"],
+    a_batch: ["batches"],
+    a_version: ["adapters/toy/versions"],
+    a_file: ["files"],
+    a_suite: ["eval/suites"],
+    a_run: ["evaluations"],
+    an_opinion: ["feedback"],
+    a_data_set: ["datasets"],
+    a_canary: ["canaries"],
+    a_learner: ["learners"],
+}
+EVERYBODYS = {"adapters/toy/versions", "eval/suites", "canaries"}
+
+
+async def test_lists_have_what_is_known(world: World, gateway: Gateway) -> None:
+    """One document that this release cannot read hides no other. It is named beside them, with what a GET of it says,
+    to who may see it: whose it is, and an administrator."""
+    expected: dict[str, Written] = {}
+    for make, paths in LISTS.items():
+        expected |= dict.fromkeys(paths, await make(world))
+    EvaluationStore(world.store).all.add("job-1", "me")
+    world.registry.publish("other", files("a"), base_digest="base", job_id=None)
+    for place in {written.place for written in expected.values()} | {"adapters/other/CURRENT"}:
+        plant_number(world, place)
+    running, keys = gateway(opened=open_stores, api_keys_poll_seconds=0.05)
+    for name in ("me", "key-1"):
+        keys.add(name, *Scope)
+        keys.change(name, id=name)
+    keys.add("trainer", Scope.TRAIN, Scope.INFERENCE)
+
+    def listed(path: str, key: str) -> Any:
+        return httpx.get(f"{running.url}/v1/{path}", headers=keys.bearer(key), timeout=PATIENCE)
+
+    running.wait_for(lambda: listed("datasets", "trainer").status_code == 200)
+    for path, written in expected.items():
+        answer = listed(path, "me")
+        assert "unreadable" in answer.json(), f"{path}: {answer.text}"
+        (told,) = [one for one in answer.json()["unreadable"] if one["id"] in written.place + written.named]
+        assert told["code"] == "newer_schema"
+        assert "has schema 3 of" in told["message"]
+        assert "by a later release; upgrade this service" in told["message"]
+        if path not in ("files", "batches"):  # of which each key has its own
+            assert ("unreadable" in listed(path, "trainer").json()) == (path in EVERYBODYS), path
+    (told,) = (adapters := listed("adapters", "trainer").json())["unreadable"]
+    assert (told["id"], [one["name"] for one in adapters["data"]]) == ("other", ["toy"])
+    assert listed("adapters/other/versions", "me").status_code == 503, "which of them is current is not known"
+    jobs = [TRAINING.job_key(str(one)) for one in world.raw.zrange(TRAINING.index, 0, -1)]
+    assert len(listed("train/jobs", "me").json()["data"]) == len(jobs) - 1
+    later = next(job for job in jobs if world.raw.hget(job, "schema") == "3")
+    world.raw.hset(later, "key_id", keys.entries["trainer"].id)
+    (told,) = listed("train/jobs", "trainer").json()["unreadable"]
+    assert told["id"] in later
+
+
+async def test_the_list_of_deliveries_has_what_is_known(world: World) -> None:
+    later, other = await a_delivery(world), await a_delivery(world)
+    plant_number(world, later.place)
+    told: list[str] = []
+    store: WebhookStore = world.closing(WebhookStore(world.settings))
+    found = await store.list(limit=9, pass_over=lambda one, key_id, error: told.append(f"{one} {key_id} {error.code}"))
+    assert [f"delivery {one.id}" for one in found] == [other.named]
+    assert told == [later.named.removeprefix("delivery ") + " None newer_schema"]
 
 
 async def test_a_job_with_a_field_that_is_not_known_waits_for_who_knows_it(world: World) -> None:

@@ -100,6 +100,16 @@ def test_a_listing_has_sizes_and_times(store: ObjectStore) -> None:
     assert store.list_objects("z/") == []
 
 
+def test_a_store_tells_by_its_own_clock_how_old_an_object_is(store: ObjectStore) -> None:
+    began = time.monotonic()
+    etag = store.put("x/aged", b"1")
+    written = store.written("x/aged")
+    assert written.etag == etag
+    assert -1.0 <= written.age <= time.monotonic() - began + 1.0, "a second is its resolution"
+    with pytest.raises(ObjectNotFound):
+        store.written("x/none")
+
+
 def test_names_that_need_quoting(store: ObjectStore) -> None:
     for key in ("x/qwen%2F3.5", "x/a b+c", "x/é"):
         store.put(key, key.encode())

@@ -85,6 +85,7 @@ CALLS: Mapping[str, Callable[[ObjectStore, str], object]] = {
     "put-match": lambda store, key: store.put(key, b"x", if_match="00"),
     "put-absent": lambda store, key: store.put(key, b"x", if_absent=True),
     "head": lambda store, key: store.head(key),
+    "written": lambda store, key: store.written(key),
     "list": lambda store, key: store.list(f"{key}/"),
     "dirs": lambda store, key: store.list_dirs(f"{key}/"),
     "delete": lambda store, key: store.delete(key),
@@ -95,6 +96,7 @@ MEANT: Mapping[tuple[str, str], object] = {
     ("none", "get"): ObjectNotFound,
     ("none", "read"): ObjectNotFound,
     ("none", "head"): None,
+    ("none", "written"): ObjectNotFound,
     ("none", "put-match"): PreconditionFailed,
     ("none", "delete"): None,
 }
@@ -117,6 +119,13 @@ def test_what_no_store_answers_is_not_taken_for_an_answer() -> None:
     with answering(script) as store, ThreadPoolExecutor(16) as pool:
         found = dict(zip(cases, pool.map(outcome, cases), strict=True))
     assert found == {case: MEANT.get(case, Unavailable) for case in cases}
+
+
+def test_a_store_that_does_not_say_how_old_an_object_is_is_away() -> None:
+    with answering(lambda method, path, query: Answer(200, b"x", {"ETag": '"00"'})) as store:
+        assert store.head("a") == "00"
+        with pytest.raises(Unavailable, match=r"age of a.*cannot be read"):
+            store.written("a")
 
 
 def page(keys: list[str], token: str) -> Answer:

@@ -139,7 +139,7 @@ def a_later_release_is_named(upgraded: Upgraded, known: dict[str, Any], raw: red
         assert raw.hgetall(key) == before
     file = next(key for key in store.list("files/") if key.endswith(f"{known['input_file']}/file.json"))
     objects = {
-        "adapters/polite/versions/00000002/manifest.json": ("polite@2", "GET", "/v1/adapters/polite/versions"),
+        "adapters/polite/versions/00000002/manifest.json": ("polite@2", "DELETE", "/v1/adapters/polite"),
         file: (known["input_file"], "DELETE", f"/v1/files/{known['input_file']}"),
     }
     for key, (named, method, path) in objects.items():

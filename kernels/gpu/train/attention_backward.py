@@ -13,6 +13,8 @@ The weights are computed again from the denominators. No atomic additions: equal
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -87,6 +89,9 @@ def _keys_kernel(
     BLOCK_DIM: tl.constexpr,
     STAGES: tl.constexpr,
     LOG2: tl.constexpr,
+    JOINED: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    OF_VALUES: tl.constexpr,
 ):
     # First tiles first: within a document their keys have the most queries.
     work = tl.program_id(0)
@@ -100,6 +105,9 @@ def _keys_kernel(
     first_key = tl.load(tile_row + tile) + work % PARTS * BLOCK_KEYS
     if first_key >= end:
         return
+    # The first of so many tiles of a segment has the keys of all of them.
+    if JOINED > 1 and (first_key - tl.load(begins + segment)) // (BLOCK_KEYS // JOINED) % JOINED != 0:
+        return
     # In depth-first order all rows behind that see the keys follow without a gap.
     reached = end
     if until is not None:
@@ -107,9 +115,11 @@ def _keys_kernel(
     key = first_key + tl.arange(0, BLOCK_KEYS)
     there = key < end
     k = rows_of(rotated, key, heads + kv_head, heads + KV_HEADS, DIM, BLOCK_DIM, there)
-    v = values_of(values, key, projected_stride, kv_head, DIM, BLOCK_DIM, there)
-    dk = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
-    dv = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
+    if OF_KEYS:
+        v = values_of(values, key, projected_stride, kv_head, DIM, BLOCK_DIM, there)
+        dk = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
+    if OF_VALUES:
+        dv = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
     lane = tl.arange(0, TOKENS * BLOCK_GROUP)
     member = lane % BLOCK_GROUP
     head = kv_head * GROUP + member
@@ -120,23 +130,27 @@ def _keys_kernel(
         do = rows_of(grad, row, head, heads, DIM, BLOCK_DIM, real)
         place = head.to(tl.int64) * tokens + row
         log_total = tl.load(normalizer + place, mask=real, other=float("inf"))
-        product = tl.load(products + place, mask=real, other=0.0)
         scores = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2) - log_total[None, :]
         weight = tl.where(key[:, None] <= row[None, :], tl.exp2(scores), 0.0)
-        dv = tl.dot(weight.to(do.dtype), do, dv, input_precision="ieee")
-        dweight = tl.dot(v, tl.trans(do), input_precision="ieee")
-        dscores = weight * (dweight - product[None, :])
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+        if OF_VALUES:
+            dv = tl.dot(weight.to(do.dtype), do, dv, input_precision="ieee")
+        if OF_KEYS:
+            product = tl.load(products + place, mask=real, other=0.0)
+            dweight = tl.dot(v, tl.trans(do), input_precision="ieee")
+            dscores = weight * (dweight - product[None, :])
+            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
     # Addresses kept through the loop do not fit the registers: read again, for the compiler to compute them here.
     key = tl.load(tile_row + tile, volatile=True) + work % PARTS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     there = key < tl.load(begins + segment + 1, volatile=True)
     column = tl.arange(0, BLOCK_DIM)
     mask = within(there, column, DIM, BLOCK_DIM)
     wide = key.to(tl.int64)[:, None]
-    at = drotated + (wide * (heads + KV_HEADS) + heads + kv_head) * DIM + column[None, :]
-    tl.store(at, (dk * scale).to(drotated.dtype.element_ty), mask=mask)
-    at = dvalues + wide * dvalues_stride + kv_head * DIM + column[None, :]
-    tl.store(at, dv.to(dvalues.dtype.element_ty), mask=mask)
+    if OF_KEYS:
+        at = drotated + (wide * (heads + KV_HEADS) + heads + kv_head) * DIM + column[None, :]
+        tl.store(at, (dk * scale).to(drotated.dtype.element_ty), mask=mask)
+    if OF_VALUES:
+        at = dvalues + wide * dvalues_stride + kv_head * DIM + column[None, :]
+        tl.store(at, dv.to(dvalues.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -224,19 +238,32 @@ def _queries_kernel(
     tl.store(at, (dq * scale).to(drotated.dtype.element_ty), mask=mask)
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardCuts:
+    """Cuts of attention_backward()'s kernels."""
+
+    keys: AttentionCut
+    queries: AttentionCut
+    values: AttentionCut | None = None
+    """Of a kernel for the values alone. None: that for the keys makes their gradients, too, with one product less; but
+    it has both sums in its registers, so that fewer keys share what it reads of the queries."""
+
+
 # 64 rows a step of the keys' kernel are 15 % faster, and spill.
-KEYS = AttentionCut(rows=32, keys=64, warps=8, stages=2)
-QUERIES = AttentionCut(rows=128, keys=32, warps=8, stages=2)
-_BY_SIZE: dict[Size, tuple[AttentionCut, AttentionCut]] = {
-    "small": (AttentionCut(rows=16, keys=64, warps=8, stages=2), AttentionCut(rows=32, keys=32, warps=4, stages=2)),
-    "large": (KEYS, AttentionCut(rows=64, keys=32, warps=8, stages=2)),
-    "wide": (KEYS, QUERIES),
+_KEYS = AttentionCut(rows=32, keys=64, warps=8, stages=2)
+_EXACT = BackwardCuts(EXACT, EXACT)
+_BY_SIZE: dict[Size, BackwardCuts] = {
+    "small": BackwardCuts(
+        AttentionCut(rows=16, keys=64, warps=8, stages=2), AttentionCut(rows=32, keys=32, warps=4, stages=2)
+    ),
+    "large": BackwardCuts(_KEYS, AttentionCut(rows=64, keys=32, warps=8, stages=2)),
+    "wide": BackwardCuts(_KEYS, AttentionCut(rows=128, keys=32, warps=8, stages=2)),
 }
 
 
-def backward_cuts(dtype: torch.dtype, device: DeviceLimits) -> tuple[AttentionCut, AttentionCut]:
-    """The cuts of attention_backward(): of the kernel for keys and values, and of that for queries."""
-    return (EXACT, EXACT) if dtype == torch.float32 else _BY_SIZE[device.size]
+def backward_cuts(dtype: torch.dtype, device: DeviceLimits) -> BackwardCuts:
+    """The cuts of attention_backward()."""
+    return _EXACT if dtype == torch.float32 else _BY_SIZE[device.size]
 
 
 def gate_backward(
@@ -287,8 +314,7 @@ def attention_backward(
     documents: Documents,
     *,
     projected_grad: Tensor,
-    keys: AttentionCut | None = None,
-    queries: AttentionCut | None = None,
+    cuts: BackwardCuts | None = None,
     device: DeviceLimits | None = None,
 ) -> Tensor:
     """Gradients of the attention's output in queries, keys and values.
@@ -298,15 +324,14 @@ def attention_backward(
         grad: [T, query_size] contiguous, do.
         products: [heads, T] float32, D, of gate_backward().
         projected_grad: [T, width], whose last columns get the values' gradient.
-        keys, queries: backward_cuts() if None.
+        cuts: backward_cuts() if None.
         device: limits to cut the work up for where no configuration is given; those of the tensors' device if None.
 
     Returns:
         The gradient in ``rotated``, [T, heads + kv_heads, head_dim].
     """
     out = torch.empty_like(rotated)
-    usual_keys, usual_queries = backward_cuts(rotated.dtype, device or limits_of(rotated.device))
-    keys, queries = keys or usual_keys, queries or usual_queries
+    cuts = cuts or backward_cuts(rotated.dtype, device or limits_of(rotated.device))
     tree = documents.tree
     until, parents = (None, None) if tree is None else (tree.until, tree.parent)
     where = (documents.segments.begin, documents.segments.tile_segment, documents.segments.tile_row)
@@ -320,27 +345,36 @@ def attention_backward(
     }
     count, scale = rotated.shape[0], shape.head_dim**-0.5
     values, dvalues = shape.values(projected), shape.values(projected_grad)
-    _keys_kernel[(documents.tiles * (TILE // keys.keys), shape.kv_heads)](
-        rotated,
-        values,
-        grad,
-        normalizer,
-        products,
-        *where,
-        until,
-        out,
-        dvalues,
-        count,
-        scale,
-        projected.stride(0),
-        projected_grad.stride(0),
-        TOKENS=keys.tokens(shape.group),
-        PARTS=TILE // keys.keys,
-        BLOCK_KEYS=keys.keys,
-        STAGES=keys.stages,
-        num_warps=keys.warps,
-        **common,
-    )
+    alone = cuts.values is not None
+    for cut, of_keys, of_values in ((cuts.keys, True, not alone), (cuts.values, False, True)):
+        if cut is None:
+            continue
+        parts = max(1, TILE // cut.keys)
+        _keys_kernel[(documents.tiles * parts, shape.kv_heads)](
+            rotated,
+            values,
+            grad,
+            normalizer,
+            products,
+            *where,
+            until,
+            out,
+            dvalues,
+            count,
+            scale,
+            projected.stride(0),
+            projected_grad.stride(0),
+            TOKENS=cut.tokens(shape.group),
+            PARTS=parts,
+            BLOCK_KEYS=cut.keys,
+            STAGES=cut.stages,
+            JOINED=max(1, cut.keys // TILE),
+            OF_KEYS=of_keys,
+            OF_VALUES=of_values,
+            num_warps=cut.warps,
+            **common,
+        )
+    queries = cuts.queries
     tokens = queries.tokens(shape.group)
     _queries_kernel[(documents.tiles * (TILE // tokens), shape.kv_heads)](
         rotated,

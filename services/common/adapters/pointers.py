@@ -25,7 +25,7 @@ from services.common.adapters.pointer_document import (
 )
 from services.common.errors import Conflict, InvalidRequest, ModelNotFound, Unavailable
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
-from services.common.storage.record_versions import FIELD, POINTER
+from services.common.storage.record_versions import FIELD, POINTER, PassOver, passing_over
 
 RACES = 64
 """Lost compare-and-swap rounds after which a writer gives up."""
@@ -112,8 +112,15 @@ class AdapterPointers(ABC):
         pointer = self._read_json(self._attachment)
         return Attachment(parse_attachment(pointer[0]) if pointer is not None else None, pointer)
 
-    def pointers(self) -> Pointers:
-        """All pointers, for polling: unchanged ones cost one HEAD each."""
+    def pointers(self, pass_over: PassOver | None = None) -> Pointers:
+        """All pointers, for polling: unchanged ones cost one HEAD each.
+
+        Args:
+            pass_over: told of the names whose current version a later release set. None: they are an error.
+
+        Raises:
+            NewerSchema: there is a pointer of a later release.
+        """
         cache = self._pointer_cache
         fresh: dict[str, tuple[str, int, Kind]] = {}
         for name in self._store.list_dirs("adapters/"):
@@ -124,7 +131,9 @@ class AdapterPointers(ABC):
             if known is not None and known[0] == etag:
                 fresh[name] = known
                 continue
-            pointer = self._read_json(current_key(name))
+            pointer = None
+            with passing_over(pass_over, name, None):
+                pointer = self._read_json(current_key(name))
             if pointer is not None:
                 fresh[name] = (pointer[1], int(pointer[0]["version"]), kind_of(pointer[0]))
         self._pointer_cache = fresh

@@ -54,7 +54,7 @@ from services.common.adapters.pointers import Pointers as Pointers
 from services.common.adapters.receipts import Receipt
 from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, NotFound, Unavailable
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
-from services.common.storage.record_versions import MANIFEST, POINTER
+from services.common.storage.record_versions import MANIFEST, POINTER, PassOver, passing_over
 
 
 class AdapterRegistry(AdapterPointers):
@@ -70,11 +70,22 @@ class AdapterRegistry(AdapterPointers):
         """Adapters that have a current version, sorted."""
         return sorted(self.pointers().current)
 
-    def versions(self, name: str) -> list[Manifest]:
-        """Complete versions in ascending order; empty if there is no such adapter."""
+    def versions(self, name: str, pass_over: PassOver | None = None) -> list[Manifest]:
+        """Complete versions in ascending order; empty if there is no such adapter.
+
+        Args:
+            pass_over: told of those that a later release wrote. None: they are an error.
+
+        Raises:
+            NewerSchema: there is one of a later release.
+        """
         prefix = versions_prefix(check_adapter_name(name))
-        manifests = [key for key in self._store.list(prefix) if key.endswith("/manifest.json")]
-        found = [self._read_manifest(AdapterVersion(name, int(key[len(prefix) :].split("/")[0]))) for key in manifests]
+        found = []
+        for key in self._store.list(prefix):
+            if key.endswith("/manifest.json"):
+                version = AdapterVersion(name, int(key[len(prefix) :].split("/")[0]))
+                with passing_over(pass_over, str(version), None):
+                    found.append(self._read_manifest(version))
         return sorted((m for m in found if m is not None), key=lambda m: m.version)
 
     def manifest(self, version: AdapterVersion) -> Manifest:
@@ -139,6 +150,10 @@ class AdapterRegistry(AdapterPointers):
         """Version that this job published, if it got so far; the pointer may not have moved yet."""
         record = self._read_json(job_key(check_adapter_name(name), job_id))
         return self._read_manifest(AdapterVersion(name, int(record[0]["version"]))) if record is not None else None
+
+    def published_any(self, name: str, job_id: str) -> bool:
+        """Whether a version came of this job, be it one of an epoch, or is about to."""
+        return bool(self._store.list(job_key(check_adapter_name(name), job_id)))
 
     # Writing.
 

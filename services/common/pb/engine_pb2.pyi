@@ -283,20 +283,26 @@ class Error(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     PARAM_FIELD_NUMBER: _builtins.int
+    EXHAUSTED_FIELD_NUMBER: _builtins.int
     code: Global___ErrorCode.ValueType
     message: _builtins.str
     param: _builtins.str
     """The request field at fault, when there is one."""
+    exhausted: _builtins.bool
+    """The engine's process gets no memory, thread or file handle. It is busy, as with any ERROR_CODE_OVERLOADED, but not
+    for what it was given: the fault is its own.
+    """
     def __init__(
         self,
         *,
         code: Global___ErrorCode.ValueType = ...,
         message: _builtins.str = ...,
         param: _builtins.str = ...,
+        exhausted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "param", b"param"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "exhausted", b"exhausted", "message", b"message", "param", b"param"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,7 @@ from services.common.queue.records import (
     versions_needed,
 )
 from services.common.settings import CommonSettings
+from services.common.storage.record_versions import PassOver
 from services.common.storage.redis import BLOCK_SECONDS, call_async
 
 __all__ = ["ClaimedJob", "JobConsumer", "JobLost", "JobQueue"]
@@ -132,6 +133,7 @@ class JobQueue(QueueReader[Job]):
         kind: str | None = None,
         key_id: str | None = None,
         where: Callable[[Job], bool] | None = None,
+        pass_over: PassOver | None = None,
     ) -> Jobs:
         """Jobs, newest first.
 
@@ -139,9 +141,11 @@ class JobQueue(QueueReader[Job]):
             key_id: of one API key only; None: everybody's.
             after: continue behind this job id (the last one of the page before).
             where: of those only for which this holds.
+            pass_over: told of jobs of a later release, whatever else is asked for. None: they are an error.
 
         Raises:
             NotFound: there is no job ``after``.
+            NewerSchema: there is a job of a later release.
         """
 
         def wanted(job: Job) -> bool:
@@ -153,7 +157,7 @@ class JobQueue(QueueReader[Job]):
                 and (where is None or where(job))
             )
 
-        return await self._page(TRAINING.index, limit, after, wanted)
+        return await self._page(TRAINING.index, limit, after, wanted, pass_over=pass_over)
 
     async def unfinished(self) -> Jobs:
         """All queued and running jobs."""

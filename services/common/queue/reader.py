@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from redis.commands.core import AsyncScript
 
-from services.common.errors import NotFound
+from services.common.errors import NewerSchema, NotFound
 from services.common.queue.depth import QueueDepth, measure
 from services.common.queue.keyspace import Keyspace
 from services.common.settings import CommonSettings
+from services.common.storage.record_versions import PassOver
 from services.common.storage.redis import call_async, connect_async
 
 _PAGE = 100
@@ -70,8 +71,17 @@ class QueueReader(ABC, Generic[Record]):
         wanted: Callable[[Record], bool],
         *,
         oldest_first: bool = False,
+        pass_over: PassOver | None = None,
     ) -> list[Record]:
-        """Records of an index, newest first unless it is said otherwise, from behind ``after`` on. Raises NotFound."""
+        """Records of an index, newest first unless it is said otherwise, from behind ``after`` on.
+
+        Args:
+            pass_over: told of those that a later release wrote. None: they are an error.
+
+        Raises:
+            NotFound: there is no ``after``.
+            NewerSchema: there is a record of a later release.
+        """
         start = 0
         if after is not None:
             rank_of = self._redis.zrank if oldest_first else self._redis.zrevrank
@@ -85,7 +95,15 @@ class QueueReader(ABC, Generic[Record]):
             if not ids:
                 break
             start += len(ids)
-            for job_id, record in zip(ids, await self._find_many(ids), strict=True):
+            for job_id, values in zip(ids, await self._values(ids), strict=True):
+                try:
+                    record = self.record(values)
+                except NewerSchema as error:
+                    if pass_over is None:
+                        raise
+                    if len(found) < limit:
+                        pass_over(job_id, dict(zip(self.fields, values, strict=True)).get("key_id"), error)
+                    continue
                 if record is None:  # expired since
                     await self._forget(index, job_id)
                     start -= 1
@@ -117,13 +135,15 @@ class QueueReader(ABC, Generic[Record]):
         return cast(Sequence[int], await call_async(read))
 
     async def _find(self, job_id: str) -> Record | None:
-        return (await self._find_many([job_id]))[0]
+        return self.record((await self._values([job_id]))[0])
 
-    async def _find_many(self, job_ids: Sequence[str]) -> list[Record | None]:
+    async def _values(self, job_ids: Sequence[str]) -> Sequence[Sequence[str | None]]:
+        """Values of ``fields`` of each hash."""
+
         async def read() -> Any:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for job_id in job_ids:
                     pipe.hmget(self._keys.job_key(job_id), list(self.fields))
                 return await pipe.execute()
 
-        return [self.record(values) for values in await call_async(read)]
+        return cast(Sequence[Sequence[str | None]], await call_async(read))

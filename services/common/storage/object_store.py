@@ -22,6 +22,7 @@ import urllib3
 from minio import Minio
 from minio.datatypes import Object, parse_list_objects
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
+from minio.time import from_http_header
 
 from services.common.errors import Conflict, NotFound, Refused, TemperError, Unavailable
 from services.common.security.outbound import pool
@@ -81,6 +82,15 @@ class StoredObject:
 
     data: bytes
     etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenObject:
+    """An object's etag, and the time since it was written by the store's own clock: no clock of ours has a say."""
+
+    etag: str
+    age: float
+    """Whole seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +242,17 @@ class ObjectStore:
             return self._call(f"head {key}", lambda: _etag(self._stat(key)), of_object=True)
         except ObjectNotFound:
             return None
+
+    def written(self, key: str) -> WrittenObject:
+        """Which object there is now, and for how long. Raises ObjectNotFound."""
+
+        def read() -> WrittenObject:
+            headers = self._stat(key)
+            etag = _etag(headers)
+            now, then = (from_http_header(headers.get(name, "")) for name in ("Date", "Last-Modified"))
+            return WrittenObject(etag, (now - then).total_seconds())
+
+        return self._call(f"age of {key}", read, of_object=True)
 
     def list(self, prefix: str, recursive: bool = True) -> Keys:
         """The keys that start with ``prefix``, sorted; not recursive: those directly under it (which ends in "/")."""

@@ -7,14 +7,18 @@ read strictly: nothing is read as what it is not, and what is refused is not wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from pydantic import ValidationError
 
 from services.common.errors import NewerSchema
+
+PassOver: TypeAlias = Callable[[str, str | None, NewerSchema], None]
+"""Called for each document that a list leaves out because a later release wrote it: with its id, the API key that its
+writer says it belongs to (None: it does not say so where this release looks), and what reading it raised."""
 
 FIELD: Final = "schema"
 _UNKNOWN: Final = frozenset({"extra_forbidden", "union_tag_invalid", "literal_error", "enum"})
@@ -29,6 +33,21 @@ def unknown_part(error: ValidationError) -> str | None:
         if one["type"] in _UNKNOWN:
             return ".".join(str(part) for part in one["loc"]) or "its kind"
     return None
+
+
+@contextmanager
+def passing_over(pass_over: PassOver | None, document: str, key_id: str | None) -> Iterator[None]:
+    """Around the reading of a document of a list: tells ``pass_over`` that a later release wrote it, and goes on.
+
+    Raises:
+        NewerSchema: a later release wrote it, and ``pass_over`` is None.
+    """
+    try:
+        yield
+    except NewerSchema as error:
+        if pass_over is None:
+            raise
+        pass_over(document, key_id, error)
 
 
 @dataclass(frozen=True, slots=True)

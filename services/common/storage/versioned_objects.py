@@ -30,7 +30,7 @@ from services.common.validation.strict_models import StrictModel
 PIECE_LINES = 512
 PIECE_BYTES = 4 * 2**20
 _LOCK_SECONDS = 120.0
-"""Time after which who holds a lock counts as dead; changing a version takes seconds."""
+"""Time after which who holds a lock counts as dead, by the clock of the store; changing a version takes seconds."""
 _RACES = 64
 """Numbers that others may take while one is looked for."""
 
@@ -96,6 +96,14 @@ class VersionedObjects:
         except ObjectNotFound:
             return None
         return self.schema.unstamped(record, f"{self.noun} {name}@{number}")
+
+    def key_id(self, name: str, number: int) -> str | None:
+        """The `key_id` of a manifest, whatever else is in it; None: it has none, or there is no such version."""
+        try:
+            found = json.loads(self.store.get(self._manifest_key(name, number)).data).get("key_id")
+        except ObjectNotFound:
+            return None
+        return found if isinstance(found, str) else None
 
     def claim(self, name: str, purpose: str = "") -> int:
         """The next free number, which is this writer's from here on. Concurrent writers get distinct ones.
@@ -188,6 +196,7 @@ class VersionedObjects:
         Raises:
             Unavailable: somebody else has it.
         """
+        # The time is for earlier releases, which read it.
         key, mine = f"{self.prefix(name, number)}lock", f"{time.time():.3f} {uuid.uuid4().hex}".encode()
         try:
             self.store.put(key, mine, if_absent=True)
@@ -200,8 +209,8 @@ class VersionedObjects:
 
     def _take_over(self, key: str, mine: bytes, what: str) -> None:
         try:
-            held = self.store.get(key)
-            left = float(held.data.split()[0]) + _LOCK_SECONDS - time.time()
+            held = self.store.written(key)
+            left = _LOCK_SECONDS - held.age
             if left <= 0:
                 self.store.put(key, mine, if_match=held.etag)
                 return

@@ -47,7 +47,8 @@ def status_code(error: BaseException) -> grpc.StatusCode:
 
 def to_message(error: BaseException) -> pb.Error:
     """Error message for a frame."""
-    error = _told(error)
-    if isinstance(error, errors.TemperError):
-        return pb.Error(code=error_code(error), message=error.message, param=error.param or "")
+    told = _told(error)
+    if isinstance(told, errors.TemperError):
+        exhausted = told is not error
+        return pb.Error(code=error_code(told), message=told.message, param=told.param or "", exhausted=exhausted)
     return pb.Error(code=pb.ERROR_CODE_INTERNAL, message=errors.ENGINE_FAULT)

@@ -23,7 +23,7 @@ from services.common.queue.keyspace import Keyspace
 from services.common.queue.reader import QueueReader
 from services.common.settings import CommonSettings
 from services.common.storage.ids import PATTERN, key_of, ulid
-from services.common.storage.record_versions import BATCH
+from services.common.storage.record_versions import BATCH, PassOver
 from services.common.storage.redis import call_async
 from services.common.validation.strict_models import StrictModel
 
@@ -262,11 +262,23 @@ class BatchQueue(QueueReader[Batch]):
             raise self.missing(batch_id)
         return found
 
-    async def list(self, owner: str, *, limit: int, after: str | None = None, before: str | None = None) -> Batches:
+    async def list(
+        self,
+        owner: str,
+        *,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        pass_over: PassOver | None = None,
+    ) -> Batches:
         """An owner's batches, newest first: from behind ``after`` on, or the last ones that stand before ``before``.
+
+        Args:
+            pass_over: told of batches of a later release. None: they are an error.
 
         Raises:
             NotFound: there is no such batch.
+            NewerSchema: there is a batch of a later release.
         """
 
         def own(batch: Batch) -> bool:
@@ -274,8 +286,8 @@ class BatchQueue(QueueReader[Batch]):
 
         index = _index(owner, self.kind)
         if before is None:
-            return await self._page(index, limit, after, own)
-        return (await self._page(index, limit, before, own, oldest_first=True))[::-1]
+            return await self._page(index, limit, after, own, pass_over=pass_over)
+        return (await self._page(index, limit, before, own, oldest_first=True, pass_over=pass_over))[::-1]
 
     async def cancel(self, owner: str, batch_id: str) -> Batch:
         """Cancels a batch that has not begun at once, and asks the owner of one that runs to stop.

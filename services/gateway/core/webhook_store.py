@@ -26,7 +26,7 @@ from services.common.adapters.pointer_document import Change
 from services.common.errors import NewerSchema, NotFound
 from services.common.settings import CommonSettings
 from services.common.storage.outbox import NOTIFY, OUTBOX
-from services.common.storage.record_versions import WEBHOOK
+from services.common.storage.record_versions import WEBHOOK, PassOver
 from services.common.storage.redis import NOW, call_async, connect_async
 from services.common.validation.strict_models import StrictModel
 
@@ -272,8 +272,18 @@ class WebhookStore:
             raise NotFound(f"no such delivery: {delivery_id[:80]!r}", param="delivery_id")
         return found
 
-    async def list(self, *, limit: int, after: str | None = None, state: State | None = None) -> Deliveries:
-        """Deliveries, newest first, from behind ``after`` on. Raises NotFound: there is no such one."""
+    async def list(
+        self, *, limit: int, after: str | None = None, state: State | None = None, pass_over: PassOver | None = None
+    ) -> Deliveries:
+        """Deliveries, newest first, from behind ``after`` on.
+
+        Args:
+            pass_over: told of those that a later release wrote, whatever their state. None: they are an error.
+
+        Raises:
+            NotFound: there is no such one.
+            NewerSchema: there is one of a later release.
+        """
         start = 0
         if after is not None:
             rank = await call_async(lambda: cast(Awaitable[int | None], self._redis.zrevrank(_ALL, after)))
@@ -283,7 +293,13 @@ class WebhookStore:
         ids: Any = await call_async(lambda: self._redis.zrange(_ALL, start, -1, desc=True))
         found: Deliveries = []
         for one in ids:
-            delivery = await self._get(one)
+            try:
+                delivery = await self._get(one)
+            except NewerSchema as error:
+                if pass_over is None:
+                    raise
+                pass_over(one, None, error)
+                continue
             if delivery is None:
                 await self._forget(_ALL, one)
             elif state in (None, delivery.state):

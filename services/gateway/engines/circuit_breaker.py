@@ -49,8 +49,8 @@ class BreakerPolicy:
 class CircuitBreaker:
     """Circuit breaker of one engine: keeps requests from it for a while after failures in a row.
 
-    Only what is the engine's own fault counts: steps that failed, and requests lost with its stream. A refusal (full,
-    draining, a bad request) says nothing about it.
+    Only what is the engine's own fault counts: steps that failed, requests lost with its stream, and those that it has
+    no memory, thread or file handle for. Any other refusal (full, draining, a bad request) says nothing about it.
 
     Args:
         policy: when it opens.

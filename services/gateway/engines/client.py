@@ -347,7 +347,7 @@ class EngineClient:
     def _judge(self, update: engine_pb2.Update) -> bool:
         """Verdict on the engine by the last update of a request: True if the engine has failed."""
         if update.HasField("error"):
-            if update.error.code in _FAULTS:
+            if update.error.code in _FAULTS or update.error.exhausted:
                 return True
             self.breaker.dropped(update.request_id)
         elif update.finish_reason == engine_pb2.FINISH_REASON_ERROR:

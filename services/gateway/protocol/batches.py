@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.gateway.core.batch_queue import Batch, BatchSpec, Endpoint, LineError, Status
 from services.gateway.core.file_store import FileInfo, Purpose
 from services.gateway.protocol.fields.base import RequestModel
+from services.gateway.protocol.fields.listing import Listing
 
 
 class FileObject(BaseModel):
@@ -42,7 +43,7 @@ class FileObject(BaseModel):
         )
 
 
-class FileList(BaseModel):
+class FileList(Listing):
     """A page of files."""
 
     object: Literal["list"] = "list"
@@ -180,7 +181,7 @@ class BatchObject(BaseModel):
         )
 
 
-class BatchList(BaseModel):
+class BatchList(Listing):
     """A page of batches."""
 
     object: Literal["list"] = "list"

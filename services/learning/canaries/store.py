@@ -28,7 +28,7 @@ from services.common.errors import Conflict, NewerSchema, NotFound
 from services.common.settings import CommonSettings
 from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key
 from services.common.storage.outbox import NOTIFY
-from services.common.storage.record_versions import CANARY
+from services.common.storage.record_versions import CANARY, PassOver, passing_over
 from services.common.storage.redis import NOW, call_async, connect_async, ids_before, read_hashes
 from services.common.validation.strict_models import StrictModel
 from services.learning.canaries.record import CanaryEvidence, CanaryRecord, Decision, NewCanary, Outcome, State
@@ -229,10 +229,12 @@ class CanaryStore:
             raise missing(canary_id)
         return found
 
-    async def list(self, wanted: CanaryFilter, *, limit: int, after: str | None = None) -> Records:
-        """Canaries, newest first, from behind ``after`` on."""
+    async def list(
+        self, wanted: CanaryFilter, *, limit: int, after: str | None = None, pass_over: PassOver | None = None
+    ) -> Records:
+        """Canaries, newest first, from behind ``after`` on. Raises NewerSchema without ``pass_over``."""
         found: Records = []
-        async for record in self._each(wanted, after):
+        async for record in self._each(wanted, after, pass_over):
             found.append(record)
             if len(found) == limit:
                 break
@@ -385,13 +387,18 @@ class CanaryStore:
 
     # Parts.
 
-    async def _each(self, wanted: CanaryFilter, after: str | None) -> AsyncIterator[CanaryRecord]:
+    async def _each(
+        self, wanted: CanaryFilter, after: str | None, pass_over: PassOver | None
+    ) -> AsyncIterator[CanaryRecord]:
         while True:
             ids = await ids_before(self._redis, _ALL, after, _PAGE)
             if not ids:
                 return
             after = ids[-1]
-            for record in await self._read(ids):
+            for one, values in zip(ids, await self._fields(ids), strict=True):
+                record = None
+                with passing_over(pass_over, one, None):
+                    record = _record(one, values)
                 if record is not None and wanted.takes(record):
                     yield record
 

@@ -112,6 +112,10 @@ class DatasetStore:
         with DATASET.reading(f"dataset {name}@{number}"):
             return DatasetManifest.model_validate_json(json.dumps(record))
 
+    def key_id(self, name: str, number: int) -> str | None:
+        """API key that a manifest of whatever release says it belongs to; None: it does not say so here."""
+        return self._versions.key_id(name, number)
+
     def rows(self, manifest: DatasetManifest, split: Split, start: int = 0, limit: int | None = None) -> Iterator[Row]:
         """Rows of a split in their order. Raises NotFound: the version was deleted meanwhile."""
         lines, pieces = _lines(split, manifest), manifest.pieces[split]

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.settings import CommonSettings
 from services.common.storage.ids import key_of, ulid
-from services.common.storage.record_versions import FEEDBACK
+from services.common.storage.record_versions import FEEDBACK, PassOver, passing_over
 from services.common.storage.redis import NOW, call_async, connect_async, ids_before, read_hashes
 from services.learning.feedback.record import Feedback, FeedbackRecord
 
@@ -227,23 +227,37 @@ class FeedbackStore:
             raise missing(feedback_id)
         return found
 
-    async def list(self, wanted: FeedbackFilter, *, limit: int, after: str | None = None) -> Records:
-        """Feedback, newest first, from behind ``after`` on."""
+    async def list(
+        self, wanted: FeedbackFilter, *, limit: int, after: str | None = None, pass_over: PassOver | None = None
+    ) -> Records:
+        """Feedback, newest first, from behind ``after`` on.
+
+        Args:
+            pass_over: told of what a later release wrote, whatever else is asked for. None: it is an error.
+
+        Raises:
+            NewerSchema: there is something of a later release.
+        """
         found: Records = []
-        async for record in self.each(wanted, after=after):
+        async for record in self.each(wanted, after=after, pass_over=pass_over):
             found.append(record)
             if len(found) == limit:
                 break
         return found
 
-    async def each(self, wanted: FeedbackFilter, *, after: str | None = None) -> AsyncIterator[FeedbackRecord]:
-        """All of it, newest first, from behind ``after`` on; what comes in meanwhile is left out."""
+    async def each(
+        self, wanted: FeedbackFilter, *, after: str | None = None, pass_over: PassOver | None = None
+    ) -> AsyncIterator[FeedbackRecord]:
+        """All of it, newest first, from behind ``after`` on; what comes in meanwhile is left out. See ``list``."""
         while True:
             ids = await ids_before(self._redis, wanted.index, after, _PAGE)
             if not ids:
                 return
             after = ids[-1]
-            for record in await self._read(ids):
+            for one, values in zip(ids, await self._values(ids), strict=True):
+                record = None
+                with passing_over(pass_over, one, values[_FIELDS.index("owner")]):
+                    record = _record(one, values)
                 if record is not None and wanted.takes(record):
                     yield record
 
@@ -276,8 +290,10 @@ class FeedbackStore:
         return gone + await self.delete(waiting)
 
     async def _read(self, ids: Sequence[str]) -> Sequence[FeedbackRecord | None]:
-        found = await read_hashes(self._redis, [ROOT + one for one in ids], _FIELDS)
-        return [_record(one, values) for one, values in zip(ids, found, strict=True)]
+        return [_record(one, values) for one, values in zip(ids, await self._values(ids), strict=True)]
+
+    async def _values(self, ids: Sequence[str]) -> Sequence[Sequence[Any]]:
+        return await read_hashes(self._redis, [ROOT + one for one in ids], _FIELDS)
 
     def _full(self) -> Unavailable:
         return Unavailable(

@@ -24,7 +24,7 @@ from services.common.settings import CommonSettings
 from services.common.storage.ids import ulid
 from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key
 from services.common.storage.outbox import NOTIFY
-from services.common.storage.record_versions import LEARNER
+from services.common.storage.record_versions import LEARNER, PassOver
 from services.common.storage.redis import NOW, call_async, connect_async, read_hashes
 from services.learning.learners.policy import LearnerPolicy
 from services.learning.learners.record import Cycle, Event, Learner, NewEvent
@@ -136,14 +136,21 @@ class LearnerStore:
             raise missing(name)
         return found
 
-    async def all(self) -> Learners:
-        """Every learner, by name. One that this release cannot read is left out, so that it does not hold up others."""
+    async def all(self, pass_over: PassOver | None = None) -> Learners:
+        """Every learner, by name. One that this release cannot read is left out, so that it does not hold up others.
+
+        Args:
+            pass_over: told of those that a later release wrote; None: the log is.
+        """
         names: Any = await call_async(lambda: cast(Awaitable[Any], self._redis.zrange(_ALL, 0, -1)))
         found = []
         for name, values in zip(names, await self._fields(names), strict=True):
             try:
                 found.append(_learner(name, values))
             except (ValueError, NewerSchema) as error:
+                if pass_over is not None and isinstance(error, NewerSchema):
+                    pass_over(name, values[_FIELDS.index("owner")], error)
+                    continue
                 log.warning("learner.unreadable", learner=name, error=str(error)[:500])
         return [one for one in found if one is not None]
 

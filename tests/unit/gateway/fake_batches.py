@@ -12,6 +12,7 @@ from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.queue.delivery import Claimed, JobLost
 from services.common.queue.depth import QueueDepth
 from services.common.storage.ids import ulid
+from services.common.storage.record_versions import PassOver
 from services.gateway.core.batch_queue import NOW, Batch, BatchSpec, ClaimedBatch, Kind, LineError, request_sha
 
 _RUNNING = "running"
@@ -97,7 +98,15 @@ class MemoryBatches:
             raise NotFound(f"no such batch: {batch_id!r}", param="id")
         return found
 
-    async def list(self, owner: str, *, limit: int, after: str | None = None, before: str | None = None) -> list[Batch]:
+    async def list(
+        self,
+        owner: str,
+        *,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        pass_over: PassOver | None = None,
+    ) -> list[Batch]:
         self._check()
         found = [batch for batch in reversed(self.records.values()) if batch.spec.owner == owner]
         found = [batch for batch in found if batch.spec.kind == self.kind]

@@ -60,13 +60,15 @@ def says(text: str | list[int], *, per_update: int = 1, ends: bool = True, pause
     return behave
 
 
-def fails(code: engine_pb2.ErrorCode, message: str, *, after: str = "", param: str = "") -> Behaviour:
+def fails(
+    code: engine_pb2.ErrorCode, message: str, *, after: str = "", param: str = "", exhausted: bool = False
+) -> Behaviour:
     """Answers with an error, after some text."""
 
     async def behave(engine: FakeEngine, request: engine_pb2.GenerateRequest, send: Send) -> None:
         for token in engine.codec.encode(after):
             await send(engine_pb2.Update(request_id=request.request_id, token_ids=[token]))
-        error = engine_pb2.Error(code=code, message=message, param=param)
+        error = engine_pb2.Error(code=code, message=message, param=param, exhausted=exhausted)
         reason = engine_pb2.FINISH_REASON_ERROR
         await send(engine_pb2.Update(request_id=request.request_id, finish_reason=reason, error=error))
 

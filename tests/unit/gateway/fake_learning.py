@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from services.common.errors import Conflict
 from services.common.storage.ids import ulid
 from services.common.storage.lease import LeaseLost
+from services.common.storage.record_versions import PassOver
 from services.learning.canaries.record import CanaryRecord
 from services.learning.canaries.store import CanaryFilter, Records, Route
 from services.learning.canaries.store import missing as missing_canary
@@ -50,7 +51,9 @@ class MemoryFeedback:
             raise missing(feedback_id)
         return self.records[feedback_id]
 
-    async def list(self, wanted: FeedbackFilter, *, limit: int, after: str | None = None) -> list[FeedbackRecord]:
+    async def list(
+        self, wanted: FeedbackFilter, *, limit: int, after: str | None = None, pass_over: PassOver | None = None
+    ) -> list[FeedbackRecord]:
         return [record async for record in self.each(wanted, after=after)][:limit]
 
     async def each(self, wanted: FeedbackFilter, *, after: str | None = None) -> AsyncIterator[FeedbackRecord]:
@@ -102,7 +105,9 @@ class MemoryCanaries:
     async def running(self) -> Records:
         return []
 
-    async def list(self, wanted: CanaryFilter, *, limit: int, after: str | None = None) -> Records:
+    async def list(
+        self, wanted: CanaryFilter, *, limit: int, after: str | None = None, pass_over: PassOver | None = None
+    ) -> Records:
         del wanted, limit, after
         return []
 
@@ -191,7 +196,7 @@ class MemoryLearners(LearnerStore):
             raise no_learner(name)
         return self.kept[name][0]
 
-    async def all(self) -> list[Learner]:
+    async def all(self, pass_over: PassOver | None = None) -> list[Learner]:
         return [self.kept[name][0] for name in sorted(self.kept)]
 
     async def events(self, learner: Learner, *, limit: int, after: str | None = None) -> list[Event]:

@@ -17,6 +17,7 @@ from services.common.queue.depth import QueueDepth
 from services.common.queue.job_queue import Events
 from services.common.queue.records import spec_json, spec_sha, versions_needed
 from services.common.storage.object_store import ObjectNotFound, PreconditionFailed, StoredObject
+from services.common.storage.record_versions import PassOver
 from services.gateway.core.webhook_store import Delivery
 
 
@@ -162,7 +163,7 @@ class MemoryQueue:
         return NotFound(f"no such job: {job_id[:80]!r}", param="id")  # as QueueReader.missing says
 
     async def list(
-        self, *, limit=50, after=None, state=None, adapter=None, kind=None, key_id=None, where=None
+        self, *, limit=50, after=None, state=None, adapter=None, kind=None, key_id=None, where=None, pass_over=None
     ) -> list[Job]:
         self._check()
         found = [
@@ -256,7 +257,9 @@ class MemoryWebhooks:
     async def aclose(self) -> None:
         return None
 
-    async def list(self, *, limit: int, after: str | None = None, state: str | None = None) -> list[Delivery]:
+    async def list(
+        self, *, limit: int, after: str | None = None, state: str | None = None, pass_over: PassOver | None = None
+    ) -> list[Delivery]:
         if after is not None:
             raise NotFound(f"no such delivery: {after!r}", param="after")
         return []

@@ -15,17 +15,19 @@ from services.common.adapters.manifest import FILES, kind_of
 from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
 from services.common.adapters.receipts import Receipt
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest, Pointers
-from services.common.errors import AdapterRejected, Conflict, NotFound, Unavailable
+from services.common.errors import AdapterRejected, Conflict, NewerSchema, NotFound, Unavailable
 from services.common.queue.job_queue import JobQueue
 from services.gateway.api.adapters.files import check_files, read_form, tar_gz
 from services.gateway.api.base.forms import form_of
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, multipart, provided
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.auth.route_permissions import ADMIN, ANY_KEY, ATTACH, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.webhook_store import WebhookStore
 from services.gateway.engines.calls.adapters import AdapterCalls
 from services.gateway.engines.pool import EnginePool
+from services.gateway.protocol.fields.listing import Listing
 from services.gateway.protocol.models import AdapterPath, VersionRequest
 from services.gateway.settings import GatewaySettings
 
@@ -106,12 +108,13 @@ async def _pick(adapters: AdapterServices, name: str, version: int | None) -> Ad
 @routes.get("/v1/adapters", Permission(ANY_KEY))
 async def list_adapters(adapters: Adapters) -> dict[str, Any]:
     """Every adapter and drafter with its current version."""
-    pointers = await adapters.threads.run(adapters.registry.pointers)
+    unreadable = Unreadable(own=True)
+    pointers = await adapters.threads.run(adapters.registry.pointers, unreadable)
     return {
         "object": "list",
         "data": [_summary(name, number, pointers) for name, number in sorted(pointers.current.items())],
         "attached": None if pointers.attached is None else str(pointers.attached),
-    }
+    } | Listing(unreadable=unreadable).model_dump(mode="json")
 
 
 @routes.post(
@@ -186,13 +189,19 @@ async def delete_adapter(name: AdapterPath, adapters: Adapters, once: Once) -> A
 @routes.get("/v1/adapters/{name}/versions", Permission(ANY_KEY))
 async def list_versions(name: AdapterPath, adapters: Adapters) -> dict[str, Any]:
     """All versions, oldest first."""
-    manifests = await adapters.threads.run(adapters.registry.versions, check_adapter_name(name))
-    pointers = await adapters.threads.run(adapters.registry.pointers)
+    unreadable = Unreadable(own=True)  # adapters are everybody's
+    manifests = await adapters.threads.run(adapters.registry.versions, check_adapter_name(name), unreadable)
+
+    def pass_over(other: str, key_id: str | None, error: NewerSchema) -> None:  # noqa: ARG001  (a PassOver)
+        if other == name:  # nobody knows which version is current
+            raise error
+
+    pointers = await adapters.threads.run(adapters.registry.pointers, pass_over)
     if not manifests:
         await adapters.threads.run(adapters.registry.current, name)  # 404 if there is no such adapter
     current, attached = pointers.current.get(name), pointers.attached
     data = [_version(manifest, current=current, attached=attached) for manifest in manifests]
-    return {"object": "list", "data": data}
+    return {"object": "list", "data": data} | Listing(unreadable=unreadable).model_dump(mode="json")
 
 
 @routes.get("/v1/adapters/{name}/versions/{version}/receipt", Permission(TRAIN_OR_ADMIN))

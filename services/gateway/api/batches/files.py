@@ -16,9 +16,11 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
 
-from services.common.errors import InvalidRequest, NotFound, PayloadTooLarge
+from services.common.errors import InvalidRequest, NewerSchema, NotFound, PayloadTooLarge
+from services.common.storage.record_versions import PassOver
 from services.gateway.api.base.forms import form_of
 from services.gateway.api.base.routing import Routes, multipart
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.api.batches.stores import Batches, BatchServices
 from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, TRAIN, Permission
@@ -171,8 +173,9 @@ async def list_files(
     after: Annotated[str | None, Query(max_length=64)] = None,
 ) -> FileList:
     """Files by time of creation, newest first unless `order` is "asc"; `after` is the last id of the page before."""
+    unreadable = Unreadable(own=True)
     found = await stores.threads.run(
-        _page, stores, principal_of(request).id, purpose, limit + 1, order == "desc", after
+        _page, stores, principal_of(request).id, purpose, limit + 1, order == "desc", after, unreadable
     )
     data = [FileObject.of(info) for info in found[:limit]]
     return FileList(
@@ -180,11 +183,18 @@ async def list_files(
         first_id=data[0].id if data else None,
         last_id=data[-1].id if data else None,
         has_more=len(found) > limit,
+        unreadable=unreadable,
     )
 
 
 def _page(
-    stores: BatchServices, owner: str, purpose: Purpose | None, limit: int, newest_first: bool, after: str | None
+    stores: BatchServices,
+    owner: str,
+    purpose: Purpose | None,
+    limit: int,
+    newest_first: bool,
+    after: str | None,
+    pass_over: PassOver,
 ) -> list[FileInfo]:
     """Page of an owner's files. Blocking."""
     ids = stores.files.ids(owner)
@@ -198,6 +208,9 @@ def _page(
         try:
             info = stores.files.get(owner, file_id)
         except NotFound:  # deleted or expired since
+            continue
+        except NewerSchema as error:
+            pass_over(file_id, owner, error)
             continue
         if purpose is None or info.purpose == purpose:
             found.append(info)

@@ -9,6 +9,7 @@ from fastapi import Query, Request
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.api.batches.stores import Batches, check_unfinished
 from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
@@ -49,8 +50,9 @@ async def list_batches(
     after: Annotated[str | None, Query(max_length=64)] = None,
 ) -> BatchList:
     """Batches, newest first; `after` is the last id of the page before."""
+    owner, unreadable = principal_of(request).id, Unreadable(own=True)
     try:
-        found = await stores.batches.list(principal_of(request).id, limit=limit + 1, after=after)
+        found = await stores.batches.list(owner, limit=limit + 1, after=after, pass_over=unreadable)
     except NotFound as error:
         error.param = "after"
         raise
@@ -60,6 +62,7 @@ async def list_batches(
         first_id=data[0].id if data else None,
         last_id=data[-1].id if data else None,
         has_more=len(found) > limit,
+        unreadable=unreadable,
     )
 
 

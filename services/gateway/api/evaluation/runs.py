@@ -17,9 +17,11 @@ from services.common.evaluation.runs.plan import plan_run
 from services.common.evaluation.runs.records import RunRecord
 from services.common.jobs import EvalJob, Job
 from services.common.queue.records import spec_sha
+from services.common.storage.record_versions import passing_over
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
 from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
@@ -127,18 +129,20 @@ async def list_version_evaluations(
 
 async def _page(evaluation: EvaluationServices, listed: RunList, limit: int, after: str | None) -> EvaluationList:
     whose = None if sees(None) else owner()
+    unreadable = Unreadable(own=True)  # the lists are by owner
     data: list[EvaluationObject] = []
     while len(data) <= limit:
         ids = await evaluation.threads.run(listed.newest, whose, after, limit + 1)
         for run in ids:
             try:
-                data.append(await found_run(evaluation, run))
+                with passing_over(unreadable, run, whose):
+                    data.append(await found_run(evaluation, run))
             except NotFound:  # never begun, and its job is forgotten
                 await evaluation.threads.run(listed.remove, run, owner())
         if len(ids) <= limit:
             break
         after = ids[-1]
-    return EvaluationList(data=data[:limit], has_more=len(data) > limit)
+    return EvaluationList(data=data[:limit], has_more=len(data) > limit, unreadable=unreadable)
 
 
 async def found_run(evaluation: EvaluationServices, run: str) -> EvaluationObject:

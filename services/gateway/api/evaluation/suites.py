@@ -20,8 +20,10 @@ from services.common.evaluation.suites.names import SuiteName, SuiteVersion, par
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.split import held_out_items
 from services.common.storage.names import REF_SCHEMA
+from services.common.storage.record_versions import passing_over
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
 from services.gateway.api.training.datasets import readable
 from services.gateway.auth.caller import check_name_owner, owner
@@ -141,9 +143,12 @@ async def list_suites(
     if after is not None:
         last, number = parse_suite_ref(after)
         found = [one for one in found if one.name > last or (name is not None and one.version > (number or 0))]
-    read = [await _manifest(evaluation, version) for version in found[:limit]]
+    unreadable, read = Unreadable(own=True), []  # suites are everybody's
+    for version in found[:limit]:
+        with passing_over(unreadable, str(version), None):
+            read.append(await _manifest(evaluation, version))
     data = [SuiteObject.of(manifest) for manifest in read if manifest is not None]
-    return SuiteList(data=data, has_more=len(found) > limit)
+    return SuiteList(data=data, has_more=len(found) > limit, unreadable=unreadable)
 
 
 async def _manifest(evaluation: EvaluationServices, version: SuiteVersion) -> SuiteManifest | None:

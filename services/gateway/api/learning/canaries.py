@@ -12,6 +12,7 @@ from services.common.adapters.registry import AdapterRegistry
 from services.common.security.api_keys import ANONYMOUS
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.auth.caller import owner
 from services.gateway.auth.route_permissions import ATTACH, TRAIN, Permission
 from services.gateway.engines.pool import EnginePool
@@ -78,8 +79,10 @@ async def list_canaries(
     after: Annotated[str | None, Query(pattern=ID_PATTERN)] = None,
 ) -> CanaryList:
     """Canaries, newest first. `after` is the last id of the page before."""
-    found = await services.store.list(CanaryFilter(adapter=adapter, state=state), limit=limit + 1, after=after)
-    return CanaryList(data=[CanaryObject.of(one) for one in found[:limit]], has_more=len(found) > limit)
+    wanted, unreadable = CanaryFilter(adapter=adapter, state=state), Unreadable(own=True)
+    found = await services.store.list(wanted, limit=limit + 1, after=after, pass_over=unreadable)
+    data = [CanaryObject.of(one) for one in found[:limit]]
+    return CanaryList(data=data, has_more=len(found) > limit, unreadable=unreadable)
 
 
 @routes.get("/v1/canaries/{canary_id}", Permission(_SEEN_BY))

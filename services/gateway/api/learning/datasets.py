@@ -15,11 +15,13 @@ from fastapi import Path, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic_core import from_json, to_json
 
-from services.common.errors import Conflict, NotFound
+from services.common.errors import Conflict, NewerSchema, NotFound
 from services.common.security.api_keys import ANONYMOUS
 from services.common.storage.names import REF_SCHEMA
+from services.common.storage.record_versions import PassOver
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.api.learning.erasure import Erasure
 from services.gateway.auth.caller import check_name_owner, owner, sees
 from services.gateway.auth.route_permissions import ADMIN, INFERENCE, TRAIN, TRAIN_OR_ADMIN, Permission
@@ -185,15 +187,20 @@ async def list_datasets(
     if after is not None:
         last, number = parse_dataset_ref(after)
         found = [one for one in found if one[0] > last or (name is not None and one[1] > (number or 0))]
-    read = [await _found(services, *one) for one in found]
+    unreadable = Unreadable()
+    read = [await _found(services, *one, unreadable) for one in found]
     shown = [one for one in read if one is not None and sees(one.key_id)]
-    return DatasetList(data=[DatasetObject.of(one) for one in shown[:limit]], has_more=len(shown) > limit)
+    data = [DatasetObject.of(one) for one in shown[:limit]]
+    return DatasetList(data=data, has_more=len(shown) > limit, unreadable=unreadable)
 
 
-async def _found(services: DatasetServices, name: str, number: int) -> DatasetManifest | None:
+async def _found(services: DatasetServices, name: str, number: int, pass_over: PassOver) -> DatasetManifest | None:
     try:
         return await services.threads.run(services.store.get, name, number)
     except NotFound:  # deleted since
+        return None
+    except NewerSchema as error:
+        pass_over(f"{name}@{number}", await services.threads.run(services.store.key_id, name, number), error)
         return None
 
 

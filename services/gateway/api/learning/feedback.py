@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from services.common.errors import InvalidRequest
 from services.gateway.api.base.idempotency import Once, json_answer
 from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import ADMIN, INFERENCE, TRAIN, Permission
 from services.gateway.core.metrics import GatewayMetrics
@@ -93,8 +94,10 @@ async def list_feedback(
     after: Annotated[str | None, Query(pattern=ID_PATTERN)] = None,
 ) -> FeedbackList:
     """Feedback, newest first. `after` is the last id of the page before."""
-    found = await feedback.store.list(wanted, limit=limit + 1, after=after)
-    return FeedbackList(data=[FeedbackObject.of(one) for one in found[:limit]], has_more=len(found) > limit)
+    unreadable = Unreadable()
+    found = await feedback.store.list(wanted, limit=limit + 1, after=after, pass_over=unreadable)
+    data = [FeedbackObject.of(one) for one in found[:limit]]
+    return FeedbackList(data=data, has_more=len(found) > limit, unreadable=unreadable)
 
 
 @routes.get(

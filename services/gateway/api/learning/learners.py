@@ -18,6 +18,7 @@ from services.common.errors import Conflict, InvalidRequest, NotFound, TemperErr
 from services.common.evaluation.suites.names import parse_suite_ref
 from services.gateway.api.base.idempotency import Once, json_answer
 from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.api.learning.datasets import DatasetServices, built_only, check_readable, name_owner
 from services.gateway.api.learning.learner_work import LearnerWork, sources_of
 from services.gateway.api.training.validation import TrainingServices
@@ -148,8 +149,11 @@ async def list_learners(
     after: LearnerName | None = None,
 ) -> LearnerList:
     """The caller's learners by name; everybody's for an admin. `after` is the last id of the page before."""
-    found = [one for one in await services.store.all() if sees(one.key_id) and (after is None or one.name > after)]
-    return LearnerList(data=[LearnerObject.of(one) for one in found[:limit]], has_more=len(found) > limit)
+    unreadable = Unreadable()
+    every = await services.store.all(unreadable)
+    found = [one for one in every if sees(one.key_id) and (after is None or one.name > after)]
+    data = [LearnerObject.of(one) for one in found[:limit]]
+    return LearnerList(data=data, has_more=len(found) > limit, unreadable=unreadable)
 
 
 @routes.get("/v1/learners/{name}", Permission(TRAIN_OR_ADMIN))

@@ -15,6 +15,7 @@ from fastapi.responses import Response, StreamingResponse
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.api.batches.files import content_of
 from services.gateway.api.batches.input_file import LineSplitter, parse_line
 from services.gateway.api.batches.results import Unrun, unrun_message
@@ -132,9 +133,11 @@ async def list_message_batches(
     """Batches, newest first: from behind `after_id` on, or the last ones that stand before `before_id`."""
     if after_id is not None and before_id is not None:
         raise InvalidRequest("after_id and before_id ask for two pages: send one of them", param="before_id")
-    owner = principal_of(request).id
+    owner, unreadable = principal_of(request).id, Unreadable(own=True)
     try:
-        found = await stores.message_batches.list(owner, limit=limit + 1, after=after_id, before=before_id)
+        found = await stores.message_batches.list(
+            owner, limit=limit + 1, after=after_id, before=before_id, pass_over=unreadable
+        )
     except NotFound as error:
         error.param = "after_id" if before_id is None else "before_id"
         raise
@@ -146,6 +149,7 @@ async def list_message_batches(
         first_id=data[0].id if data else None,
         last_id=data[-1].id if data else None,
         has_more=len(found) > limit,
+        unreadable=unreadable,
     )
 
 

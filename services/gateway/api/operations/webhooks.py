@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fastapi import Query
-from pydantic import BaseModel
 
 from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.auth.route_permissions import ADMIN, Permission
 from services.gateway.core.webhook_store import Delivery, State, WebhookStore
+from services.gateway.protocol.fields.listing import Listing
 
 routes = Routes("webhooks")
 
@@ -25,7 +26,7 @@ class WebhookServices:
 Webhooks = Annotated[WebhookServices, provided(WebhookServices)]
 
 
-class DeliveryList(BaseModel):
+class DeliveryList(Listing):
     """A page of deliveries, newest first."""
 
     object: Literal["list"] = "list"
@@ -41,8 +42,9 @@ async def list_deliveries(
     state: State | None = None,
 ) -> DeliveryList:
     """Deliveries, newest first; `after` is the last id of the page before."""
-    found = await webhooks.store.list(limit=limit + 1, after=after, state=state)
-    return DeliveryList(data=found[:limit], has_more=len(found) > limit)
+    unreadable = Unreadable()
+    found = await webhooks.store.list(limit=limit + 1, after=after, state=state, pass_over=unreadable)
+    return DeliveryList(data=found[:limit], has_more=len(found) > limit, unreadable=unreadable)
 
 
 @routes.get("/v1/webhook_deliveries/{delivery_id}", Permission(ADMIN))

@@ -21,6 +21,7 @@ from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.file_store import StoreThreads
@@ -80,13 +81,13 @@ async def list_forge_runs(
     try:
         if after is not None:
             await _found(forge, after)
-        whose = None if sees(None) else owner()
-        jobs = await forge.queue.list(limit=limit + 1, after=after, kind=_KIND, key_id=whose)
+        whose, unreadable = None if sees(None) else owner(), Unreadable()
+        jobs = await forge.queue.list(limit=limit + 1, after=after, kind=_KIND, key_id=whose, pass_over=unreadable)
     except NotFound as error:
         error.param = "after"
         raise
     data = await asyncio.gather(*(_told(forge, job) for job in jobs[:limit]))
-    return ForgeList(data=data, has_more=len(jobs) > limit)
+    return ForgeList(data=data, has_more=len(jobs) > limit, unreadable=unreadable)
 
 
 @routes.get("/v1/forge/{run}", Permission(TRAIN_OR_ADMIN))

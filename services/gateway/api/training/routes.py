@@ -15,6 +15,7 @@ from services.common.shutdown import cancel_and_wait
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.api.training.rollouts import resolve_examples, resolve_rollouts
 from services.gateway.api.training.submission import cancelled, checked, found, submitted
 from services.gateway.api.training.validation import Training, TrainingServices
@@ -22,6 +23,7 @@ from services.gateway.auth.caller import check_attach, may_attach, owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventStream, event
+from services.gateway.protocol.fields.listing import Listing
 
 routes = Routes("training")
 
@@ -99,12 +101,15 @@ async def list_jobs(
     try:
         if after is not None:
             await found(training, after)
-        whose = None if sees(None) else owner()
-        jobs = await training.queue.list(limit=limit, after=after, state=state, adapter=adapter, key_id=whose)
+        whose, unreadable = None if sees(None) else owner(), Unreadable()
+        jobs = await training.queue.list(
+            limit=limit, after=after, state=state, adapter=adapter, key_id=whose, pass_over=unreadable
+        )
     except NotFound as error:
         error.param = "after"
         raise
-    return {"object": "list", "data": [job.model_dump(mode="json") for job in jobs]}
+    shown = {"object": "list", "data": [job.model_dump(mode="json") for job in jobs]}
+    return shown | Listing(unreadable=unreadable).model_dump(mode="json")
 
 
 @routes.get("/v1/train/jobs/{job_id}", Permission(TRAIN_OR_ADMIN))

@@ -31,6 +31,7 @@ from services.common.jobs.scorers.of_rewards.tournament import TournamentReward
 from services.common.jobs.token_checks import check_free
 from services.common.queue.job_queue import JobQueue
 from services.gateway.api.base.routing import provided
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.file_store import FileStore, StoreThreads
 from services.gateway.engines.pool import EnginePool
@@ -247,11 +248,12 @@ async def _starts_there(training: TrainingServices, spec: TrainingSpec) -> bool:
     if spec.start_from is not None and (spec.start_from == BASE or "@" in spec.start_from):
         return True
     adapter = spec.start_from or spec.adapter
+    unknown = Unreadable()
     waiting = [
-        await training.queue.list(limit=1, state=state, adapter=adapter)
+        await training.queue.list(limit=1, state=state, adapter=adapter, pass_over=unknown)
         for state in (JobState.QUEUED, JobState.RUNNING)
     ]
-    return not any(waiting)
+    return not any(waiting) and not unknown
 
 
 async def _check_samplers(training: TrainingServices, spec: GrpoJob) -> None:

@@ -19,6 +19,7 @@ from services.common.evaluation.runs.records import (
     Summary,
 )
 from services.common.jobs import EvalJob, Job, JobProgress, JobState
+from services.gateway.protocol.fields.listing import Listing
 
 _KIND: str = EvalJob.model_fields["kind"].default
 
@@ -88,7 +89,7 @@ class EvaluationObject(BaseModel):
         )
 
 
-class EvaluationList(BaseModel):
+class EvaluationList(Listing):
     """Runs, newest first."""
 
     object: Literal["list"] = "list"

@@ -17,6 +17,7 @@ from services.common.jobs.fields.refs import DatasetRef
 from services.common.storage.names import REF_SCHEMA
 from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import Rules, exactly_one, given, only_with
+from services.gateway.protocol.fields.listing import Listing
 
 SuitePath = Annotated[str, Path(json_schema_extra=dict(REF_SCHEMA))]
 """"name" or "name@n" in a path; what is wrong with it is said by parse_suite_ref."""
@@ -98,7 +99,7 @@ class SuiteObject(BaseModel):
         )
 
 
-class SuiteList(BaseModel):
+class SuiteList(Listing):
     """Versions of suites."""
 
     object: Literal["list"] = "list"

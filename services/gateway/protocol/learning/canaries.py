@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from services.common.adapters.names import VERSION_SCHEMA, parse_adapter_version
 from services.common.storage.names import field_check
 from services.common.validation.strict_models import SentModel
+from services.gateway.protocol.fields.listing import Listing
 from services.learning.canaries.policy import CanaryPolicy
 from services.learning.canaries.record import ID_PATTERN, CanaryEvidence, CanaryRecord, Decision, State
 
@@ -83,7 +84,7 @@ class CanaryObject(BaseModel):
         )
 
 
-class CanaryList(BaseModel):
+class CanaryList(Listing):
     """A page of canaries, newest first."""
 
     object: Literal["list"] = "list"

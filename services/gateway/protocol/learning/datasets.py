@@ -8,6 +8,7 @@ from fastapi import Path
 from pydantic import BaseModel, ConfigDict
 
 from services.common.storage.names import REF_SCHEMA
+from services.gateway.protocol.fields.listing import Listing
 from services.gateway.protocol.learning.erasure import ErasedJobs
 from services.learning.datasets.build import DatasetReport
 from services.learning.datasets.rows import Row
@@ -71,7 +72,7 @@ class DatasetObject(BaseModel):
         )
 
 
-class DatasetList(BaseModel):
+class DatasetList(Listing):
     """Versions of data sets."""
 
     object: Literal["list"] = "list"

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.gateway.protocol.fields.listing import Listing
 from services.learning.feedback.record import ID_PATTERN, FeedbackRecord, Source
 
 FeedbackPath = Annotated[str, Path(pattern=ID_PATTERN)]
@@ -51,7 +52,7 @@ class FeedbackObject(BaseModel):
         )
 
 
-class FeedbackList(BaseModel):
+class FeedbackList(Listing):
     """A page of feedback, newest first."""
 
     object: Literal["list"] = "list"

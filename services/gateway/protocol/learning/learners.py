@@ -8,6 +8,7 @@ from fastapi import Path
 from pydantic import BaseModel, ConfigDict
 
 from services.common.storage.names import NAME_SCHEMA
+from services.gateway.protocol.fields.listing import Listing
 from services.learning.datasets.build import DatasetReport
 from services.learning.datasets.spec import DatasetSpec, Split
 from services.learning.learners.policy import LearnerPolicy
@@ -80,7 +81,7 @@ class LearnerObject(BaseModel):
         )
 
 
-class LearnerList(BaseModel):
+class LearnerList(Listing):
     """Learners by name."""
 
     object: Literal["list"] = "list"

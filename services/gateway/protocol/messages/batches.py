@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from services.common.validation.errors import contradiction
 from services.gateway.core.batch_queue import MESSAGES, Batch
 from services.gateway.protocol.fields.base import RequestModel, unsupported
+from services.gateway.protocol.fields.listing import Listing
 
 MAX_REQUESTS = 100_000
 """Anthropic's; the gateway's own limit is a setting."""
@@ -136,7 +137,7 @@ class MessageBatch(_Answer):
         )
 
 
-class MessageBatchList(_Answer):
+class MessageBatchList(_Answer, Listing):
     """A page of batches, newest first."""
 
     data: list[MessageBatch]

@@ -11,6 +11,7 @@ from services.common.validation.errors import contradiction
 from services.common.validation.json_rules import NULL, Rules, both, either, has, if_any
 from services.gateway.protocol.batches import MetadataKey, MetadataValue
 from services.gateway.protocol.fields.base import AnswerModel, RequestModel, unsupported
+from services.gateway.protocol.fields.listing import Listing
 
 Auto: TypeAlias = Literal["auto"]
 AUTO: Final = "auto"
@@ -223,7 +224,7 @@ class FineTuningJob(AnswerModel):
     metadata: dict[str, str] | None
 
 
-class FineTuningJobs(AnswerModel):
+class FineTuningJobs(AnswerModel, Listing):
     """A page of jobs, newest first."""
 
     object: Literal["list"] = "list"

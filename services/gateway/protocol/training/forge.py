@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from services.common.jobs import Job, JobProgress, JobState
+from services.gateway.protocol.fields.listing import Listing
 
 
 class ForgeObject(BaseModel):
@@ -58,7 +59,7 @@ class ForgeObject(BaseModel):
         )
 
 
-class ForgeList(BaseModel):
+class ForgeList(Listing):
     """Runs, newest first."""
 
     object: Literal["list"] = "list"

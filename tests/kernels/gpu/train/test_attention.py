@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.launch.device import limits_of, named
-from kernels.gpu.train.attention import AttentionCut, AttentionShape, attention_forward, forward_cut
-from kernels.gpu.train.attention_backward import attention_backward, backward_cuts, gate_backward
+from kernels.gpu.train.attention import EXACT, AttentionCut, AttentionShape, attention_forward, forward_cut
+from kernels.gpu.train.attention_backward import BackwardCuts, attention_backward, backward_cuts, gate_backward
 from kernels.gpu.train.documents import Documents
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.train.support import TREE, along, attention64, branching, relative
@@ -35,11 +35,10 @@ def errors(
     device: torch.device,
     dtype: torch.dtype,
     forward: AttentionCut | None = None,
-    keys: AttentionCut | None = None,
-    queries: AttentionCut | None = None,
+    backward: BackwardCuts | None = None,
 ) -> dict[str, float]:
     documents = Documents.build(lengths, device)
-    return tree_errors(shape, [(length, None) for length in lengths], documents, dtype, forward, keys, queries)
+    return tree_errors(shape, [(length, None) for length in lengths], documents, dtype, forward, backward)
 
 
 def tree_errors(
@@ -48,8 +47,7 @@ def tree_errors(
     documents: Documents,
     dtype: torch.dtype,
     forward: AttentionCut | None = None,
-    keys: AttentionCut | None = None,
-    queries: AttentionCut | None = None,
+    backward: BackwardCuts | None = None,
 ) -> dict[str, float]:
     rotated, projected, dy = inputs(shape, len(documents.positions), documents.positions.device, dtype)
     out, gated, normalizer = attention_forward(rotated, projected, shape, documents, cut=forward)
@@ -64,8 +62,7 @@ def tree_errors(
         shape,
         documents,
         projected_grad=grad,
-        keys=keys,
-        queries=queries,
+        cuts=backward,
     )
     rotated64 = rotated.double().requires_grad_()
     gate64 = projected[:, : shape.query_size].double().requires_grad_()
@@ -111,12 +108,21 @@ def test_documents_that_go_on_from_others(device: torch.device, shape: Attention
 def test_bfloat16_of_documents_that_go_on_from_others(device: torch.device) -> None:
     cut = AttentionCut(rows=64, keys=32, warps=4, stages=1)
     shape, documents = AttentionShape(4, 2, 32), branching(TREE, device)
-    assert_within(tree_errors(shape, TREE, documents, torch.bfloat16, cut, cut, cut), 1e-2)
+    assert_within(tree_errors(shape, TREE, documents, torch.bfloat16, cut, BackwardCuts(cut, cut)), 1e-2)
 
 
 def test_bfloat16(device: torch.device) -> None:
     cut = AttentionCut(rows=64, keys=32, warps=4, stages=1)
-    assert_within(errors(AttentionShape(4, 2, 32), LENGTHS, device, torch.bfloat16, cut, cut, cut), 1e-2)
+    assert_within(errors(AttentionShape(4, 2, 32), LENGTHS, device, torch.bfloat16, cut, BackwardCuts(cut, cut)), 1e-2)
+
+
+@pytest.mark.parametrize("keys", [16, 64, 128])
+def test_values_by_a_kernel_of_their_own(device: torch.device, keys: int) -> None:
+    """Also of programs with the keys of two tiles, where a document has an odd number of tiles."""
+    wide, shape = AttentionCut(rows=32, keys=keys, warps=4, stages=1), AttentionShape(4, 2, 16)
+    cuts = BackwardCuts(wide, EXACT, wide)
+    assert_within(errors(shape, LENGTHS, device, torch.float32, EXACT, cuts), 3e-6)
+    assert_within(tree_errors(shape, TREE, branching(TREE, device), torch.float32, EXACT, cuts), 3e-6)
 
 
 @pytest.mark.cuda
@@ -125,5 +131,5 @@ def test_bfloat16(device: torch.device) -> None:
 def test_the_cuts_of_each_size(device: torch.device, shape: AttentionShape, architecture: str) -> None:
     """That a device has room for."""
     card = limits_of(device).as_on(named(architecture))
-    cuts = (forward_cut(torch.bfloat16, card), *backward_cuts(torch.bfloat16, card))
+    cuts = forward_cut(torch.bfloat16, card), backward_cuts(torch.bfloat16, card)
     assert_within(errors(shape, [1, 64, 129, 500], device, torch.bfloat16, *cuts), 1e-2)

@@ -46,6 +46,8 @@ def test_an_engine_with_nothing_left_is_busy(error: Exception) -> None:
     message = to_message(error)
     assert (message.code, status_code(error)) == (pb.ERROR_CODE_OVERLOADED, grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert "memory, thread or file handle" in message.message
+    assert message.exhausted
+    assert not to_message(errors.Overloaded("64 requests wait already")).exhausted, "as it should be under load"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "m"), RuntimeError("m"), KeyError("can't start new thread")])

@@ -260,6 +260,19 @@ async def test_refusals_do_not_open_a_breaker(engines: list[FakeEngine], make: M
     assert pool.clients[0].breaker.state is BreakerState.CLOSED
 
 
+async def test_an_engine_without_memory_is_left_alone(engines: list[FakeEngine], make: Maker) -> None:
+    bad, good = engines[:2]
+    pool = make([bad, good], breaker_failures=2, breaker_open_seconds=60)
+    await until(lambda: len(ready(pool)) == 2)
+    bad.behaviour = fails(engine_pb2.ERROR_CODE_OVERLOADED, "no memory is left", exhausted=True)
+    for number in itertools.count():
+        if client_of(pool, bad).breaker.state is BreakerState.OPEN:
+            break
+        assert await run(pool, request([number] * 5)), "the other one answers meanwhile"
+    assert len(bad.requests) == 2
+    assert client_of(pool, good).breaker.state is BreakerState.CLOSED
+
+
 async def test_each_full_engine_is_asked_once(engines: list[FakeEngine], make: Maker) -> None:
     pool = make(engines)
     await until(lambda: len(ready(pool)) == 3)

@@ -15,6 +15,7 @@ from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.queries import metadata_filter, metadata_pairs
 from services.gateway.api.base.routing import Routes
+from services.gateway.api.base.unreadable import Unreadable
 from services.gateway.api.training.fine_tuning.jobs import prepared
 from services.gateway.api.training.fine_tuning.objects import (
     checkpoint_object,
@@ -79,8 +80,10 @@ async def list_fine_tuning_jobs(
 
     place = None if after is None else (await _found(training, after, "after")).id
     whose = None if sees(None) else owner()
-    found = await training.queue.list(limit=limit + 1, after=place, key_id=whose, where=where)
-    return FineTuningJobs(data=[_shown(job) for job in found[:limit]], has_more=len(found) > limit)
+    unreadable = Unreadable()
+    found = await training.queue.list(limit=limit + 1, after=place, key_id=whose, where=where, pass_over=unreadable)
+    data = [_shown(job) for job in found[:limit]]
+    return FineTuningJobs(data=data, has_more=len(found) > limit, unreadable=unreadable)
 
 
 @routes.get("/v1/fine_tuning/jobs/{fine_tuning_job_id}", Permission(TRAIN_OR_ADMIN))

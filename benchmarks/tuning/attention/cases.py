@@ -1,4 +1,4 @@
-"""Pages, a clock and checks against float64 for benchmarks.tuning.sweep_attention."""
+"""Pages, a clock and checks against float64 for benchmarks.tuning.attention.sweep."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Bench:
             row["failed"] = describe_error(error)
         self.recorder.add(row)
         if "failed" in row:
-            carry_on_or_start_again("benchmarks.tuning.sweep_attention")
+            carry_on_or_start_again("benchmarks.tuning.attention.sweep")
 
     def check(self, what: str, run: Callable[[], tuple[float, bool]]) -> None:
         """Records a row: the relative error against float64, and whether the bits repeat."""
@@ -111,7 +111,7 @@ class Bench:
             print(f"{what:<60} FAILED {row['failed']}", flush=True)
         self.recorder.add(row)
         if "failed" in row:
-            carry_on_or_start_again("benchmarks.tuning.sweep_attention")
+            carry_on_or_start_again("benchmarks.tuning.attention.sweep")
 
 
 def name_of(dtype: torch.dtype) -> str:

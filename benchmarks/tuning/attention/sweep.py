@@ -1,6 +1,6 @@
 """Times every configuration of the attention kernels at the 4B shape, and checks each against float64 first.
 
-``python -m benchmarks.tuning.sweep_attention [--out FILE] [--quick]`` prints a line a case (the fastest configurations,
+``python -m benchmarks.tuning.attention.sweep [--out FILE] [--quick]`` prints a line a case (the fastest configurations,
 the one in use, their bandwidth or FLOP rate) and writes all rows as JSON. Launches are timed inside CUDA graphs over
 enough different sequences that the cache holds none of their pages.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.lib.precompile import Launch, precompile
 from benchmarks.lib.recorder import Clock, Recorder
-from benchmarks.tuning.attention_cases import (
+from benchmarks.tuning.attention.cases import (
     DEVICE,
     DIM,
     DTYPES,

@@ -1,0 +1,1 @@
+"""Tuning of the attention kernels, of serving and of training."""
