@@ -87,6 +87,7 @@ SECTIONS = (
     Section("kernels", 400, (f"{_BENCH}.kernels.all --out {{out}}",)),
     Section("prefix-device", 150, (f"{_BENCH}.prefix_cache.device --out {{out}}/prefix-device.jsonl",)),
     Section("delta", 60, (f"{_BENCH}.tuning.probe_delta --out {{out}}/delta.json",)),
+    Section("pieces", 150, (f"{_BENCH}.tuning.sweep_pieces --out {{out}}/pieces.json",)),
 )
 
 

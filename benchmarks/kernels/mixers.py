@@ -205,23 +205,24 @@ def conv_segments(lengths: Sequence[int]) -> Case:
 
 
 def delta_segments(lengths: Sequence[int], config: str = "") -> Case:
-    """``config``: FEW or MANY of kernels.gpu.delta.chunk; empty: its own choice."""
+    """``config``: FEW or MANY of kernels.gpu.delta.chunk_configs; empty: its own choice."""
 
     def make(t: Tensors) -> Work:
-        from kernels.gpu.delta import chunk as gated_delta_chunk
+        from kernels.gpu.delta import chunk_configs
+        from kernels.gpu.delta.chunk import gated_delta_prefill
 
         rows = sum(lengths)
         m, segments = _Mixer(t, rows), _segments(t, lengths, [0] * len(lengths))
         state = t.zeros(len(lengths) + 1, VALUE_HEADS, HEAD, HEAD, dtype=torch.float32)
         few = min(lengths[0], _CHECKED)
         run = partial(
-            gated_delta_chunk.gated_delta_prefill,
+            gated_delta_prefill,
             m.mixed,
             m.projected,
             *m.parameters(),
             state,
             segments,
-            config=getattr(gated_delta_chunk, config) if config else None,
+            config=getattr(chunk_configs, config) if config else None,
         )
         return Work(
             [run],

@@ -26,9 +26,10 @@ from benchmarks.lib.graph_timing import graph_times
 from benchmarks.lib.precompile import precompile
 from benchmarks.lib.recorder import Clock, Recorder
 from kernels.gpu.delta import chunk
-from kernels.gpu.delta.chunk import ChunkConfig
+from kernels.gpu.delta.chunk_configs import ChunkConfig
 from kernels.gpu.delta.conv1d import conv_decode, conv_prefill
 from kernels.gpu.delta.gated_norm import gated_norm
+from kernels.gpu.delta.pieces import Joined
 from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.delta.tiles import Tiles, prepare_tiles
@@ -168,22 +169,33 @@ def _compile(case: Case, device: torch.device) -> None:
 class Layer:
     """One DeltaNet layer with T rows of projections and a pool of states."""
 
-    def __init__(self, rows: int, slots: int, device: torch.device, *, alike: float = 0.0) -> None:
+    def __init__(
+        self,
+        rows: int,
+        slots: int,
+        device: torch.device,
+        *,
+        shape: DeltaShape = SHAPE,
+        alike: float = 0.0,
+        slow: float = 0.0,
+    ) -> None:
+        self.shape = shape
         self.m: Mixer = mixer(
             min(rows, 512),
             device,
-            key_heads=SHAPE.key_heads,
-            heads=SHAPE.value_heads,
-            key_dim=SHAPE.key_dim,
-            value_dim=SHAPE.value_dim,
+            key_heads=shape.key_heads,
+            heads=shape.value_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
             dtype=torch.bfloat16,
             alike=alike,
+            slow=slow,
         )
         self.projected = self.m.projected.repeat(-(-rows // self.m.projected.shape[0]), 1)[:rows]
         self.conv = torch.zeros(slots, 3, self.m.conv_dim, dtype=torch.bfloat16, device=device)
-        self.state = torch.zeros(slots, *STATE, device=device)
+        self.state = torch.zeros(slots, shape.value_heads, shape.key_dim, shape.value_dim, device=device)
         self.mixed = self.projected[:, : self.m.conv_dim].clone()
-        self.out = torch.empty(rows, SHAPE.value_size, dtype=torch.bfloat16, device=device)
+        self.out = torch.empty(rows, shape.value_size, dtype=torch.bfloat16, device=device)
         self.device = device
 
     def slots(self, rows: int) -> list[Tensor]:
@@ -232,20 +244,19 @@ class Layer:
             self.projected,
             self.m.negative_a,
             self.m.dt_bias,
-            SHAPE,
+            self.shape,
             segments,
             terms=config.tile_terms,
             inverse_terms=config.inverse_terms,
             num_warps=config.tile_warps,
         )
 
-    def scan(self, segments: Segments, tiles: Tiles, config: ChunkConfig) -> None:
-        chunk.scan_tiles(
-            self.mixed, self.projected, self.m.norm, 1e-6, self.state, SHAPE, segments, tiles, self.out, config
-        )
+    def scan(self, segments: Segments, tiles: Tiles, config: ChunkConfig, joined: Joined | None = None) -> None:
+        inputs = (self.mixed, self.projected, self.m.norm, 1e-6, self.state, self.shape)
+        chunk.scan_tiles(*inputs, segments, tiles, self.out, config, joined=joined)
 
     def norm(self, segments: Segments, config: tuple[int, int]) -> None:
-        gate = self.projected[:, SHAPE.conv_dim : SHAPE.conv_dim + SHAPE.value_size]
+        gate = self.projected[:, self.shape.conv_dim : self.shape.conv_dim + self.shape.value_size]
         rows, warps = config
         gated_norm(self.out, gate, self.m.norm, 1e-6, segments, out=self.out, rows=rows, num_warps=warps)
 

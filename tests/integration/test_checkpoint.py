@@ -10,17 +10,17 @@ import torch
 
 from services.common.errors import Unavailable
 from services.common.storage.object_store import ObjectStore
-from services.trainer.jobs.base import RunState
+from services.trainer.jobs.base import UNDER_WAY, RunState
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from tests.integration.servers import RunningServer
 
 SHA = "5" * 64
 
 
-def checkpoint(step: int) -> Checkpoint:
+def checkpoint(step: int, **found: float) -> Checkpoint:
     state = RunState(
         tensors={"w": torch.arange(4.0) + step, "rng": torch.Generator().manual_seed(step).get_state()},
-        data={"step": step, "cursor": [1, 2], "x": 0.1},
+        data={"step": step, "cursor": [1, 2], "x": 0.1, UNDER_WAY: found},
     )
     return Checkpoint(step, state)
 
@@ -56,6 +56,38 @@ def test_newest_valid_one_counts_and_two_are_kept(checkpoints: CheckpointStore, 
     assert store.list("jobs/") == []
 
 
+def test_a_part_of_the_next_step_counts_more_and_is_not_written_over_the_whole_one(
+    checkpoints: CheckpointStore, store: ObjectStore, tmp_path: Path
+) -> None:
+    for step in (3, 6):
+        checkpoints.save("job-1", SHA, checkpoint(step), 1)
+    begun = checkpoint(6, reward=0.5)
+    checkpoints.save("job-1", SHA, begun, 1)
+    assert {key.split("/")[3] for key in store.list("jobs/")} == {"00000001-00000006", "00000001-00000006-begun"}
+    assert same(checkpoints.newest("job-1", SHA), begun)
+    store.put("jobs/job-1/checkpoints/00000001-00000006-begun/state.safetensors", b"torn")
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(6))
+    checkpoints.save_locally("job-1", SHA, begun, 1)
+    assert same(checkpoints.newest("job-1", SHA), begun)
+    checkpoints.save("job-1", SHA, checkpoint(7), 1)
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(7))
+    assert not (tmp_path / "job-1").exists()
+
+
+def test_what_an_owner_before_the_last_has_on_its_disk_does_not_count_while_the_store_is_away(
+    checkpoints: CheckpointStore, s3: RunningServer
+) -> None:
+    """The last one may have gone on for long, elsewhere: its work would be done again, and would not count any more."""
+    checkpoints.save_locally("job-1", SHA, checkpoint(4), 1)
+    checkpoints.save("job-1", SHA, checkpoint(50), 2)
+    checkpoints.save_locally("job-1", SHA, checkpoint(4), 1)
+    with s3.down():
+        assert same(checkpoints.newest("job-1", SHA, 2), checkpoint(4))
+        with pytest.raises(Unavailable):
+            checkpoints.newest("job-1", SHA, 3)
+    assert same(checkpoints.newest("job-1", SHA, 3), checkpoint(50))
+
+
 def test_disk_and_store_compete_by_step(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     checkpoints.save("job-1", SHA, checkpoint(5))
     checkpoints.save_locally("job-1", SHA, checkpoint(4))
@@ -79,6 +111,9 @@ def test_the_writer_keeps_trying(checkpoints: CheckpointStore, s3: RunningServer
         assert same(checkpoints.newest("job-1", SHA), checkpoint(1))
         with pytest.raises(Unavailable):
             checkpoints.newest("job-2", SHA)
+        writer.submit(checkpoint(1, reward=0.5))
+        assert writer.flush(15)
+        assert same(checkpoints.newest("job-1", SHA), checkpoint(1, reward=0.5)), "of the same step, and more"
     writer.submit(checkpoint(2))
     assert writer.flush(15)
     writer.close()

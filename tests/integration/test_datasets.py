@@ -176,6 +176,7 @@ async def test_unfinished_jobs_lose_the_rows_of_the_erased(
             claimed = must_claim(owner)
             assert claimed.id == states[state]
             store.put(f"{checkpoints_of(claimed.id)}00000001-00000002/state.json", b"of ann")
+            store.put(f"adapters/{claimed.spec.adapter}/training-hashes/{claimed.id}/grams-000000", b"of ann")
         if state == "publishing":
             publishing = claimed
             assert owner.publishing(claimed)
@@ -198,6 +199,7 @@ async def test_unfinished_jobs_lose_the_rows_of_the_erased(
         job = call("GET", f"/v1/train/jobs/{states[state]}").json()
         assert (job["state"], job["reason"]) == ("cancelled", REASON)
         assert not store.list(checkpoints_of(job["id"]))
+        assert not store.list(f"adapters/{job['adapter']}/training-hashes/{job['id']}/")
     assert raw.hget(TRAINING.job_key(active.id), "spec") is None, "before its owner hears of it"
     assert owner.heartbeat(active)
     owner.cancelled(active)

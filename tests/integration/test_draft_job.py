@@ -18,7 +18,7 @@ from services.engine.requests.adapter import AdapterChoice
 from services.trainer.jobs import prepare_run
 from tests.integration.beside_engine import Start, events, start, until
 from tests.integration.test_rollout_job import trainer_fields
-from tests.rollout_support import Pod, running_pod
+from tests.rollout_support import Pod, running_pod, wait_for
 from tests.training_support import random_adapter
 
 __all__ = ["start", "trainer_fields"]
@@ -165,6 +165,18 @@ async def test_a_job_that_samples_has_it_refreshed_on_what_its_version_answers(
     done = await following(queue, "bot")
     assert (done.state, done.result_adapter) == (JobState.SUCCEEDED, "sharp@1"), done.reason
     assert "4 of the examples were answered by bot@1 first" in done.notes
+
+
+async def test_a_job_is_paused_while_its_prompts_are_answered(queue: JobQueue, start: Start, pod: Pod) -> None:
+    """Of thousands that takes longer than whoever wants the engine waits."""
+    start()
+    prompts = [{"prompt": f"Count to {number}."} for number in range(400)]
+    submitted = await queue.submit(job(target="base", examples=prompts, max_tokens=64))
+    await asyncio.to_thread(wait_for, lambda: pod.engine.loop.status().background > 0)
+    await queue.pause(submitted.id)
+    paused = await until(queue, submitted.id, lambda job: job.state is JobState.QUEUED)
+    assert (paused.paused, paused.notes) == (True, []), "they were not all answered first"
+    await asyncio.to_thread(wait_for, lambda: pod.engine.loop.status().background == 0)
 
 
 async def test_a_job_does_not_wait_for_a_drafter_that_nobody_follows(

@@ -144,21 +144,25 @@ async def test_adapters_together_are_a_target(
 async def test_a_run_that_is_handed_on_ends_in_the_result_of_one_that_is_not(
     queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
 ) -> None:
-    spec = job(sampling={"samples": 3, "temperature": 1.5}, seed=7)
+    colours = [{"prompt": f"{n}: red or blue?", "expected": "blue"} for n in range(2)]
+    made(suites, "colours", colours, scorer={"type": "exact"}, sampling={"max_tokens": 6})
+    spec = job(suites=["colours", "sums"], sampling={"samples": 3, "temperature": 1.5}, seed=7)
     first = start()
     submitted = await queue.submit(spec)
-    await until(queue, submitted.id, lambda job: job.progress.step >= SHARD_ITEMS)
+    await until(queue, submitted.id, lambda job: job.progress.step >= len(colours) + SHARD_ITEMS)
     assert await asyncio.to_thread(first.drain)
     runs = EvaluationStore(store)
-    kept = runs.shard(submitted.id, 0, 0, 0)
+    kept = runs.shard(submitted.id, 1, 0, 0)
     assert kept is not None
     start()
     done = await until(queue, submitted.id, lambda job: job.state.terminal)
     assert done.state is JobState.SUCCEEDED, done.reason
-    assert runs.shard(done.id, 0, 0, 0) == kept
+    assert runs.shard(done.id, 1, 0, 0) == kept
     undisturbed = await ended(queue, spec)
     assert comparable(runs.result(done.id)) == comparable(runs.result(undisturbed.id))
-    answers = {answer.text for item in runs.items(done.id, 0, 0, 0, SUMS) for answer in item.answers}
+    told = [event.data["suite"] for event in await events(queue, done.id) if event.kind == "eval"]
+    assert told == ["colours@1", "sums@1"], "once each"
+    answers = {answer.text for item in runs.items(done.id, 1, 0, 0, SUMS) for answer in item.answers}
     assert len(answers) > 10, "samples differ"
 
 

@@ -153,8 +153,8 @@ async def test_one_that_is_cancelled_and_one_that_fails_leave_the_others_as_they
 ) -> None:
     """One is cancelled, one diverges, and one meets a bug of its own."""
 
-    def prepare(spec: SftJob, host: TrainingHost, parent: Any, sources: Any = ()) -> Any:
-        run = prepare_run(spec, host, parent, sources)
+    def prepare(spec: SftJob, host: TrainingHost, parent: Any, *rest: Any) -> Any:
+        run = prepare_run(spec, host, parent, *rest)
         if spec.adapter == "a2":
             with torch.no_grad():
                 run.lora.flat_a.fill_(float("nan"))

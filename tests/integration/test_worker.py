@@ -153,7 +153,7 @@ async def test_a_kernel_that_does_not_fit_fails_its_job_at_once(queue: JobQueue,
 
 
 async def test_a_bug_is_retried_and_then_dead(
-    queue: JobQueue, registry: AdapterRegistry, worker: TrainerWorker
+    queue: JobQueue, registry: AdapterRegistry, worker: TrainerWorker, store: ObjectStore
 ) -> None:
     done = await finished(queue, (await queue.submit(spec(metadata={"fail": "5"}))).id)
     assert (done.state, done.attempts) == (JobState.FAILED, 3)
@@ -161,20 +161,27 @@ async def test_a_bug_is_retried_and_then_dead(
     assert "bug at this step" in done.reason
     assert registry.names() == []
     assert (await finished(queue, (await queue.submit(spec())).id)).state is JobState.SUCCEEDED
+    assert store.list(f"jobs/{done.id}/") == [], "nobody goes on from its checkpoints"
 
 
 async def test_cancel_while_running(
     queue: JobQueue, registry: AdapterRegistry, worker: TrainerWorker, store: ObjectStore
 ) -> None:
-    job = await queue.submit(spec(sleep=0.2, steps=500, every=1))
-    await until(queue, job.id, lambda j: j.progress.step >= 2)
+    # With a version of an epoch, whose training stays known.
+    job = await queue.submit(spec(sleep=0.2, steps=200, every=1, epochs=17, epoch_versions=16))
+    await until(queue, job.id, lambda j: j.progress.step >= 12)
     await queue.cancel(job.id)
     done = await finished(queue, job.id)
     assert done.state is JobState.CANCELLED
-    assert done.progress.step < 250, "long before its end"
+    assert done.progress.step < 100, "long before its end"
     assert registry.names() == []
     await until(queue, job.id, lambda _: worker.current_job is None)
     assert store.list(f"jobs/{job.id}/") == []
+    epoch, *_ = registry.versions("math")
+    assert (epoch.step, epoch.job_id) == (11, job.id)
+    lineage = TrainingHashes(registry).lineage(epoch.ref)
+    assert [one.job_id for one in lineage.sources] == [job.id]
+    assert lineage.unknown == ()
 
 
 async def test_two_workers_take_turns_on_one_adapter(

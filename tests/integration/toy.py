@@ -2,7 +2,8 @@
 
 `python -m tests.integration.toy` runs a real worker process on them until SIGTERM. A job's metadata steers it:
 `sleep` (seconds a step), `steps`, `fail` (raise at this step), `refuse` (a TemperError from prepare), `evaluations`
-(a file that gets a line for each evaluation).
+(a file that gets a line for each evaluation), `made` (a file that gets a line where a step makes what it learns from),
+`away` (whether a step needs something that is away: a file, which is there until it was).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import torch
 from services.common.adapters.manifest import Lineage, LineageParent
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, Unavailable
 from services.common.jobs import JobBase, MergeJob, Spec
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.logging import configure_logging
 from services.common.text.tokenizer import TextCodec
-from services.trainer.jobs.base import RunState
+from services.trainer.jobs.base import UNDER_WAY, RunState
 from services.trainer.memory.budget import MemoryBudget
 from services.trainer.parent_versions import ParentVersion
 from services.trainer.runtime.worker import TrainerWorker
@@ -137,6 +138,7 @@ class ToyRun:
         self.lora = ToyLora(weights)
         self._momentum = torch.zeros(SIZE)
         self._step = 0
+        self._found: dict[str, float] = {}
         self.total_steps = int(spec.metadata.get("steps", "12"))
         self.notes = ("toy data",)
 
@@ -176,6 +178,13 @@ class ToyRun:
             from triton.runtime.errors import OutOfResources
 
             raise OutOfResources(180_000, 101_376, "shared memory")
+        if (file := self._spec.metadata.get("made")) and not self._found:
+            with Path(file).open("a") as lines:
+                lines.write(f"{index}\n")
+            self._found = {"made_at": float(index)}
+        if index == 5 and (away := self._spec.metadata.get("away")) and Path(away).exists():
+            Path(away).unlink()
+            raise Unavailable("what it needs is away")
         for _ in range(10):
             interrupt()
             time.sleep(float(self._spec.metadata.get("sleep", "0")) / 10)
@@ -184,7 +193,8 @@ class ToyRun:
         self._momentum = 0.9 * self._momentum + gradient
         self.lora.weights = self.lora.weights - 0.05 * self._momentum
         self._step += 1
-        metrics = {"loss": float(self.lora.weights.square().mean())}
+        metrics = {"loss": float(self.lora.weights.square().mean()), **self._found}
+        self._found = {}
         return metrics | self.evaluate() if self._step == self.total_steps else metrics
 
     @property
@@ -196,16 +206,22 @@ class ToyRun:
 
     def state(self) -> RunState:
         tensors = {"w": self.lora.weights.clone(), "m": self._momentum.clone(), "rng": self._generator.get_state()}
-        return RunState(tensors=tensors, data={"step": self._step})
+        return RunState(tensors=tensors, data={"step": self._step, UNDER_WAY: dict(self._found)})
 
     def load_state(self, state: RunState) -> int:
         self.lora.weights, self._momentum = state.tensors["w"], state.tensors["m"]
         self._generator.set_state(state.tensors["rng"])
-        self._step = int(state.data["step"])
+        self._step, self._found = int(state.data["step"]), dict(state.data[UNDER_WAY])
         return self._step
 
 
-def prepare(spec: Spec, host: Any, parent: Mapping[str, bytes] | None, sources: Sequence[ParentVersion] = ()) -> Any:
+def prepare(
+    spec: Spec,
+    host: Any,
+    parent: Mapping[str, bytes] | None,
+    sources: Sequence[ParentVersion] = (),
+    interrupt: Callable[[], None] = lambda: None,
+) -> Any:
     if isinstance(spec, MergeJob):
         return ToyMerge(spec, sources)
     if "refuse" in spec.metadata:

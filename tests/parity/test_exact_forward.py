@@ -58,6 +58,37 @@ def posted(
     return run, [one.logprobs.tolist() for one in found]
 
 
+def test_a_round_that_was_sampled_when_the_step_was_interrupted_is_told_and_trained_on(pod: Pod) -> None:
+    """Also behind a checkpoint: here the engine is asked for the base's values behind it."""
+
+    class Interrupted(Exception):
+        pass
+
+    fields: dict[str, Any] = {"beta": 0.1, "generate": {**SPREAD, "rounds": 1, "eval_prompts": ["What is 1 + 1?"]}}
+    straight = sampling(pod, **fields)
+    wanted = straight.step(0)
+    assert {"eval_reward_before", "sampling_seconds", "waiting_seconds", "round"} <= wanted.keys()
+    run = sampling(pod, **fields)
+
+    def interrupt() -> None:
+        if run.round is not None:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run.step(0, interrupt)
+    state = run.state()
+    assert state.under_way
+    again = sampling(pod, **fields)
+    assert again.load_state(through_a_checkpoint(state)) == 0
+    found = again.step(0)
+    assert (found["sampling_seconds"], found["eval_reward_before"]) == (
+        state.data["found"]["sampling_seconds"],
+        wanted["eval_reward_before"],
+    )
+    assert without_times(found) == without_times(wanted)
+    assert all(torch.equal(*both) for both in zip(straight.lora.parameters(), again.lora.parameters(), strict=True))
+
+
 def test_the_first_step_of_a_round_is_exactly_on_policy(pod: Pod) -> None:
     """What was sampled is what is trained on, to the bit, in every round; so nothing is decoded again there."""
     run = sampling(pod, epochs=2, groups_per_step=1, generate=SPREAD)

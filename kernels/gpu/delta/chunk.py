@@ -11,7 +11,7 @@ normalised keys and queries, and S the state before the tile (UT transform, arXi
 
 Everything that does not need S is computed first, all tiles at once (`gated_delta_tiles`); then one program for each
 chain of segments, head and block of value dimensions walks through the tiles with its part of S in registers
-(`_scan_kernel`).
+(`_scan_kernel`). A long chain may be cut into pieces that are walked through side by side (`kernels.gpu.delta.pieces`).
 
 Keys and queries stay as they are, exact in bfloat16; their norms are factors of the tokens, applied in float32. What
 is rounded for the tensor cores (S, R, W, and the tile's two matrices) can be split into two bfloat16 terms instead.
@@ -22,35 +22,24 @@ is rounded for the tensor cores (S, R, W, and the tile's two matrices) can be sp
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.delta.chunk_configs import ChunkConfig, chunk_config
 from kernels.gpu.delta.gated_norm import gated_norm
+from kernels.gpu.delta.pieces import Joined, join_pieces, piece_of, rows_of_piece
 from kernels.gpu.delta.shape import DeltaShape
-from kernels.gpu.delta.tiles import Tiles, constants, prepare_tiles
-from kernels.gpu.delta.waiting_writes import NONE, WaitingWrites, none_waits, settled, span_of
+from kernels.gpu.delta.tiles import Tiles, constants, prepare_tiles, product, state_behind, written
+from kernels.gpu.delta.waiting_writes import NONE, WaitingWrites, none_waits, state_now
 from kernels.gpu.elementary import inverse_root, silu
 from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.segments import Segments
 
 
-@triton.jit
-def _product(a, x, acc, TERMS: tl.constexpr):
-    """``a @ x + acc`` of a float32 x and an a that is exact in its type: x is rounded to that type, or split into two
-    terms of it."""
-    high = x.to(a.dtype)
-    out = tl.dot(a, high, acc, input_precision="tf32x3")
-    if TERMS == 2:
-        out = tl.dot(a, (x - high.to(tl.float32)).to(a.dtype), out)
-    return out
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["segments", "piece_tiles"])
 def _scan_kernel(
     mixed,
     projected,
@@ -65,8 +54,11 @@ def _scan_kernel(
     out_slots,
     links,
     waiting,
+    joined,
     out,
     tokens,
+    segments,
+    piece_tiles,
     eps,
     OUT_STRIDE: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -89,6 +81,10 @@ def _scan_kernel(
         gdc_wait()
         gdc_launch_dependents()
     segment = tl.program_id(2)
+    piece = 0
+    if joined is not None:
+        piece = segment // segments
+        segment = segment % segments
     count = tl.load(links + segment)
     if count == 0:
         return
@@ -97,15 +93,19 @@ def _scan_kernel(
     i = tl.arange(0, BLOCK_K)
     j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     t = tl.arange(0, TILE_ROWS)
-    place = tl.load(slots + segment).to(tl.int64) * HEADS + head
-    places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     held = (i[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
     cached = tl.load(starts + segment) > 0
-    s = tl.load(places, mask=held & cached, other=0.0).to(tl.float32)
-    if ROOM > 0:
-        write, writes_end = span_of(waiting, place, tl.program_id(0) * BLOCK_V, VALUE_DIM)
-        writes_end = tl.where(cached, writes_end, write)
-        s = settled(s, waiting, place, write, writes_end, i, j, KEY_DIM, VALUE_DIM, ROOM)
+    if joined is not None:
+        pieces, first_tile, last_tile, at = piece_of(begins, segment, count, piece, segments, piece_tiles, TILE_ROWS)
+        if piece >= pieces:
+            return
+        cached = cached & (pieces == 1)
+    place = tl.load(slots + segment).to(tl.int64) * HEADS + head
+    s = state_now(state, waiting, place, cached, held, i, j, tl.program_id(0) * BLOCK_V, KEY_DIM, VALUE_DIM, ROOM)
+    if joined is not None:
+        before = joined + ((at * HEADS + head) * KEY_DIM + i[:, None]) * (VALUE_DIM + KEY_DIM) + j[None, :]
+        s += tl.load(before, mask=held & (pieces > 1), other=0.0)
+        done = 0
     values = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j[None, :]
     head_rows = head.to(tl.int64) * tokens
     if NORM:
@@ -116,6 +116,10 @@ def _scan_kernel(
     for link in tl.range(segment, segment + count, num_stages=1):
         begin = tl.load(begins + link)
         end = tl.load(begins + link + 1)
+        complete = True
+        if joined is not None:
+            begin, end, done = rows_of_piece(begin, end, done, first_tile, last_tile, TILE_ROWS)
+            complete = (done > first_tile) & (done <= last_tile)
         for first in tl.range(begin, end, TILE_ROWS, num_stages=STAGES):
             row = (first + t).to(tl.int64)
             inside = row < end
@@ -129,23 +133,17 @@ def _scan_kernel(
             factor = factors + head_rows + row
             # In the order that keeps the least in registers at a time.
             zero = tl.zeros([TILE_ROWS, BLOCK_V], tl.float32)
-            read = _product(k, s, zero, STATE_TERMS)
-            o = _product(q, s, zero, STATE_TERMS)
+            read = product(k, s, zero, STATE_TERMS)
+            o = product(q, s, zero, STATE_TERMS)
             value_mask = inside[:, None] & (j[None, :] < VALUE_DIM)
             v = tl.load(mixed + row[:, None] * MIXED_STRIDE + values, mask=value_mask, other=0.0).to(tl.float32)
-            beta = tl.load(factor, mask=inside, other=0.0)
-            r = beta[:, None] * v - tl.load(factor + planes, mask=inside, other=0.0)[:, None] * read
-            w = _product(system, r, r, TILE_TERMS)
-            if TILE_TERMS == 2:
-                system = tl.load(systems + matrix + planes * TILE_ROWS, mask=inside[:, None], other=0.0)
-                w = _product(system, r, w, 1)
+            w = written(read, v, system, systems + matrix, factor, inside, planes, TILE_TERMS)
             o *= tl.load(factor + 2 * planes, mask=inside, other=0.0)[:, None]
-            o = _product(score, w, o, TILE_TERMS)
+            o = product(score, w, o, TILE_TERMS)
             if TILE_TERMS == 2:
                 score = tl.load(scores + matrix + planes * TILE_ROWS, mask=inside[:, None], other=0.0)
-                o = _product(score, w, o, 1)
-            w *= tl.load(factor + 3 * planes, mask=inside, other=0.0)[:, None]
-            s = _product(tl.trans(k), w, s * tl.load(factors + 4 * planes + head_rows + first), TILE_TERMS)
+                o = product(score, w, o, 1)
+            s = state_behind(s, k, w, factor, factors + head_rows + first, inside, planes, TILE_TERMS)
 
             if NORM:
                 z_places = projected + row[:, None] * PROJECTED_STRIDE + HEADS * VALUE_DIM + values
@@ -154,51 +152,13 @@ def _scan_kernel(
                 o = o * inverse[:, None] * weight[None, :] * silu(z, out.dtype.element_ty)
             places_out = out + row[:, None] * OUT_STRIDE + head * VALUE_DIM + j[None, :]
             tl.store(places_out, o.to(out.dtype.element_ty), mask=value_mask)
-        # The last link's may take the place of what was read.
-        place = tl.load(out_slots + link).to(tl.int64) * HEADS + head
-        places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
-        tl.store(places, s.to(state.dtype.element_ty), mask=held)
-        if ROOM > 0:
-            none_waits(waiting, place, head, j, VALUE_DIM, ROOM)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkConfig:
-    """Tile sizes, and how exact the products are.
-
-    Raises:
-        ValueError: a number of terms other than 1 or 2.
-    """
-
-    block_v: int
-    """Value dimensions of a scan program; with all of them in one the gated norm needs no kernel of its own."""
-    num_warps: int
-    num_stages: int
-    """Tiles of the scan in flight, the one at work included."""
-    state_terms: int = 1
-    """bfloat16 terms of the state as an operand: 1 rounds it to 2⁻⁹, 2 to 2⁻¹⁷. The state itself is float32."""
-    tile_terms: int = 1
-    """bfloat16 terms, likewise, of what tokens write and of a tile's own matrices."""
-    inverse_terms: int = 1
-    """float16 terms of the operands of the triangular inverse: 1 is as good as 2 if the result is rounded to one term
-    of bfloat16, and takes two thirds of the time."""
-    tile_warps: int = 4
-
-    def __post_init__(self) -> None:
-        if not {self.state_terms, self.tile_terms, self.inverse_terms} <= {1, 2}:
-            raise ValueError(f"terms are 1 or 2: {self}")
-
-
-# With 2 stages Triton asks for the next tile behind the work on this one and then waits for it.
-FEW = ChunkConfig(block_v=32, num_warps=4, num_stages=3)
-"""Tile sizes for one sequence: its tiles follow one another, so the time of each counts."""
-MANY = ChunkConfig(block_v=64, num_warps=4, num_stages=3)
-"""Two sequences of 32 heads fill the device with one program a multiprocessor."""
-_MANY_BEFORE_HOPPER = ChunkConfig(block_v=32, num_warps=4, num_stages=2)
-"""The same where products are not taken from shared memory: with 64 a thread would spill 432 bytes. Fits 99 KiB, and
-163 KiB twice."""
-EXACT = ChunkConfig(block_v=32, num_warps=4, num_stages=1)
-"""float32 models: products are emulated in float32, for tests rather than speed."""
+        if complete:
+            # The last link's may take the place of what was read.
+            place = tl.load(out_slots + link).to(tl.int64) * HEADS + head
+            places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+            tl.store(places, s.to(state.dtype.element_ty), mask=held)
+            if ROOM > 0:
+                none_waits(waiting, place, head, j, VALUE_DIM, ROOM)
 
 
 def gated_delta_prefill(
@@ -262,8 +222,9 @@ def gated_delta_prefill(
             num_warps=config.tile_warps,
             pdl=pdl,
         )
+        joined = join_pieces(mixed, projected, state, shape, segments, tiles, config, waiting, pdl=pdl)
         normed = scan_tiles(
-            mixed, projected, norm_weight, eps, state, shape, segments, tiles, out, config, waiting, pdl=pdl
+            mixed, projected, norm_weight, eps, state, shape, segments, tiles, out, config, waiting, joined, pdl=pdl
         )
         if not normed:
             gate = projected[:, shape.conv_dim : shape.conv_dim + shape.value_size]
@@ -283,17 +244,21 @@ def scan_tiles(
     out: Tensor,
     config: ChunkConfig,
     waiting: WaitingWrites | None = None,
+    joined: Joined | None = None,
     *,
     pdl: bool = False,
 ) -> bool:
     """The second half: writes ``out`` and the states.
+
+    Args:
+        joined: join_pieces() of the same; None: chains are not cut, whatever ``config`` says.
 
     Returns:
         Whether the gated norm is done: it is if one program has all value dimensions of a head.
     """
     block_v = min(config.block_v, max(16, triton.next_power_of_2(shape.value_dim)))
     blocks = triton.cdiv(shape.value_dim, block_v)
-    _scan_kernel[(blocks, shape.value_heads, segments.max_segments)](
+    _scan_kernel[(blocks, shape.value_heads, segments.max_segments * (joined.most if joined else 1))](
         mixed,
         projected,
         norm_weight,
@@ -307,8 +272,11 @@ def scan_tiles(
         segments.out_slot,
         segments.links,
         waiting.arguments(state) if waiting else NONE,
+        joined.states if joined else None,
         out,
         mixed.shape[0],
+        segments.max_segments,
+        joined.tiles if joined else 0,
         eps,
         OUT_STRIDE=out.stride(0),
         BLOCK_V=block_v,
@@ -320,16 +288,3 @@ def scan_tiles(
         **constants(mixed, projected, shape, tiles.systems.shape[0], pdl),
     )
     return bool(blocks == 1)
-
-
-def many(device: DeviceLimits) -> ChunkConfig:
-    """Tile sizes for many sequences."""
-    return MANY if device.size == "wide" else _MANY_BEFORE_HOPPER
-
-
-def chunk_config(shape: DeltaShape, segments: Segments, dtype: torch.dtype, device: DeviceLimits) -> ChunkConfig:
-    """Tile sizes for as many chains as fit into ``segments``."""
-    if dtype == torch.float32:
-        return EXACT
-    few = triton.cdiv(shape.value_dim, FEW.block_v) * shape.value_heads * segments.max_chains
-    return FEW if few <= device.multiprocessors else many(device)

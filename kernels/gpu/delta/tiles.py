@@ -118,6 +118,39 @@ def _tiles_kernel(
 
 
 @triton.jit
+def product(a, x, acc, TERMS: tl.constexpr):
+    """``a @ x + acc`` of a float32 x and an a that is exact in its type: x is rounded to that type, or split into two
+    terms of it."""
+    high = x.to(a.dtype)
+    out = tl.dot(a, high, acc, input_precision="tf32x3")
+    if TERMS == 2:
+        out = tl.dot(a, (x - high.to(tl.float32)).to(a.dtype), out)
+    return out
+
+
+@triton.jit
+def written(read, v, system, systems, factor, inside, planes, TILE_TERMS: tl.constexpr):
+    """W of a tile, float32: what its tokens really write, given what their keys ``read`` from the state before.
+
+    ``systems``: addresses of the first term, which ``system`` is; ``factor``: those of the rows' β.
+    """
+    beta = tl.load(factor, mask=inside, other=0.0)
+    r = beta[:, None] * v - tl.load(factor + planes, mask=inside, other=0.0)[:, None] * read
+    w = product(system, r, r, TILE_TERMS)
+    if TILE_TERMS == 2:
+        system = tl.load(systems + planes * system.shape[1], mask=inside[:, None], other=0.0)
+        w = product(system, r, w, 1)
+    return w
+
+
+@triton.jit
+def state_behind(s, k, w, factor, first_factor, inside, planes, TILE_TERMS: tl.constexpr):
+    """State behind a tile whose first row has its factors at ``first_factor``."""
+    w *= tl.load(factor + 3 * planes, mask=inside, other=0.0)[:, None]
+    return product(tl.trans(k), w, s * tl.load(first_factor + 4 * planes), TILE_TERMS)
+
+
+@triton.jit
 def _store_terms(base, places, x, mask, count, TERMS: tl.constexpr):
     """x as a sum of TERMS numbers of the buffer's type, ``count`` elements apart."""
     high = x.to(base.dtype.element_ty)

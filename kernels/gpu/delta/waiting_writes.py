@@ -203,6 +203,30 @@ def settled(s, waiting, place, first, end, i, j, KEY_DIM: tl.constexpr, VALUE_DI
 
 
 @triton.jit
+def state_now(
+    state,
+    waiting,
+    place,
+    cached,
+    held,
+    i,
+    j,
+    first_value,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """[i, j] of a state in float32, with what waits for it; zeros if it is not ``cached``."""
+    places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+    s = tl.load(places, mask=held & cached, other=0.0).to(tl.float32)
+    if ROOM > 0:
+        write, writes_end = span_of(waiting, place, first_value, VALUE_DIM)
+        writes_end = tl.where(cached, writes_end, write)
+        s = settled(s, waiting, place, write, writes_end, i, j, KEY_DIM, VALUE_DIM, ROOM)
+    return s
+
+
+@triton.jit
 def none_waits(waiting, place, head, j, VALUE_DIM: tl.constexpr, ROOM: tl.constexpr):
     """Empties the waiting writes of a state that was written: heads begin at different places, so that later a few of
     them are written back in every step instead of all in one."""

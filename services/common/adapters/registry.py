@@ -151,6 +151,10 @@ class AdapterRegistry(AdapterPointers):
         record = self._read_json(job_key(check_adapter_name(name), job_id))
         return self._read_manifest(AdapterVersion(name, int(record[0]["version"]))) if record is not None else None
 
+    def published_any(self, name: str, job_id: str) -> bool:
+        """Whether a version came of this job, be it one of an epoch, or is about to."""
+        return bool(self._store.list(job_key(check_adapter_name(name), job_id)))
+
     # Writing.
 
     def check_new_name(self, name: str) -> None:

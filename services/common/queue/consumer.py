@@ -6,7 +6,7 @@ services/common/queue/delivery.py has what every queue's consumer does; here is 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
@@ -45,17 +45,30 @@ class JobConsumer(Delivery[Job, Spec]):
         owner: name of this process in the consumer group; unique among those alive.
         reclaim_seconds: silence after which a job's owner counts as dead. Heartbeats must be several times as frequent.
         max_attempts: deliveries after which a job goes to the dead letter stream.
+        left_over: told a job's id and its adapter when it ended without an owner; may raise Unavailable.
     """
 
     fields = FIELDS
     spec = SPEC
 
     def __init__(
-        self, settings: CommonSettings, *, owner: str, reclaim_seconds: float = 30.0, max_attempts: int = 3
+        self,
+        settings: CommonSettings,
+        *,
+        owner: str,
+        reclaim_seconds: float = 30.0,
+        max_attempts: int = 3,
+        left_over: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
         keyspace = replace(TRAINING, ttl=settings.jobs_ttl_seconds)
         super().__init__(settings, keyspace, owner=owner, reclaim_seconds=reclaim_seconds, max_attempts=max_attempts)
         self._scanned = "0-0"
+        self._left_over = left_over
+
+    def ended(self, job_id: str) -> None:
+        """See Delivery."""
+        adapter: Any = call(lambda: self._redis.hget(TRAINING.job_key(job_id), "adapter"))
+        self._left_over(job_id, adapter or "")
 
     def record(self, values: Any) -> Job | None:
         return job_from_fields(values)

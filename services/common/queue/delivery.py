@@ -102,6 +102,10 @@ class Delivery(ABC, Generic[Record, Spec]):
     def record(self, values: Any) -> Record | None:
         """A record of the values of ``fields``; None if the hash is gone."""
 
+    def ended(self, job_id: str) -> None:
+        """A job came to its end when it was delivered: it was cancelled, or its attempts are used up, and no owner is
+        there to remove what others have left of it."""
+
     def close(self) -> None:
         """Leaves the group, unless a job is still pending here for others to reclaim."""
         try:
@@ -170,13 +174,15 @@ class Delivery(ABC, Generic[Record, Spec]):
         """Hands the job back, to be claimed next; this delivery does not count as an attempt. Raises JobLost."""
         self._release(claimed, reason, counts=False)
 
-    def retry(self, claimed: Claimed[Record, Spec], reason: str) -> None:
-        """Hands the job back after an unexpected error; after the last attempt it is dead. Raises JobLost."""
+    def retry(self, claimed: Claimed[Record, Spec], reason: str) -> bool:
+        """Hands the job back after an unexpected error; False: that was its last attempt, and it is dead. Raises
+        JobLost."""
         if claimed.attempt >= self._max_attempts:
             reason = f"given up after {claimed.attempt} attempts: {reason}"
             self._finish(claimed, JobState.FAILED, reason, dead=True)
-        else:
-            self._release(claimed, reason, counts=True)
+            return False
+        self._release(claimed, reason, counts=True)
+        return True
 
     # Parts.
 
@@ -276,6 +282,8 @@ class Delivery(ABC, Generic[Record, Spec]):
             return None
         if outcome[0] != "claimed":
             self._log.info(f"queue.{outcome[0]}", job=job_id, entry=entry)
+            if outcome[0] == "ended":
+                self.ended(job_id)
             return None
         values: Any = call(lambda: self._redis.hmget(job_key, [*self.fields, "traceparent"]))
         *record, submitter = values
@@ -288,6 +296,7 @@ class Delivery(ABC, Generic[Record, Spec]):
             self._run(
                 scripts.FINISH, [job_key, self._keys.events_key(job_id), self._keys.stream, self._keys.dead], finish
             )
+            self.ended(job_id)
             return None
         return Claimed(
             job=job,

@@ -163,7 +163,7 @@ end
 if state == 'running' and job[3] == ARGV[4] then return {'claimed', job[6], job[5]} end
 if job[4] == '1' and (ARGV[7] ~= '1' or redis.call('HEXISTS', KEYS[2], 'started_at') == 0) then
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'cancelled', 'cancelled on request', '')
-  return {'dropped'}
+  return {'ended'}
 end
 if redis.call('HGET', KEYS[2], 'pause') == '1' then
   put_aside(KEYS[2], KEYS[3], KEYS[1], ARGV[1])
@@ -174,7 +174,7 @@ if attempts >= tonumber(ARGV[6]) then
   local reason = 'given up after ' .. attempts .. ' attempts: ' .. why
   bury(KEYS[4], ARGV[2], ARGV[3], reason, '')
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'failed', reason, '')
-  return {'dropped'}
+  return {'ended'}
 end
 local first = head(LINES .. job[8])
 if first and first ~= ARGV[3] then

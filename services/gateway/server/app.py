@@ -201,7 +201,7 @@ def create_app(
             settings, engines, queue, registry, suites, datasets, batch_stores.files, threads, lifecycle
         )
         runs = EvaluationStore(batch_stores.files.objects)
-        erasure = Erasure(datasets, suites, runs, queue, batch_stores.files.objects, threads)
+        erasure = Erasure(datasets, suites, runs, queue, registry, threads)
         maker = DatasetMaker(datasets, log_reader, suites)
         data = DatasetServices(maker, feedback, batch_stores.files, erasure, threads)
         learners = keep_learners(settings)

@@ -145,12 +145,15 @@ class EvaluationRun:
         self._watcher.progress(0, total)
         for suite, target in product(range(len(record.suites)), range(len(record.targets))):
             results: list[ItemResult] = []
-            for shard in self._shards(plan, record, suite, target):
+            answered = False
+            for shard, made in self._shards(plan, record, suite, target):
                 results += shard.results
+                answered = answered or made
                 self._watcher.progress(counted + len(results), total)
             counted += len(results)
             found[suite, target] = results
-            self._tell(record, suite, target, results)
+            if answered:  # otherwise an earlier attempt has told it
+                self._tell(record, suite, target, results)
         result = result_of(record, found, time.time())
         return retry(lambda: store.finish(result))
 
@@ -187,13 +190,14 @@ class EvaluationRun:
         ]
         return self._job.model_copy(update={"suites": [suite.suite for suite in record.suites], "targets": targets})
 
-    def _shards(self, plan: RunPlan, record: RunRecord, suite: int, target: int) -> Iterator[Shard]:
-        """All shards of one target on one suite, in order; what is not there is made."""
+    def _shards(self, plan: RunPlan, record: RunRecord, suite: int, target: int) -> Iterator[tuple[Shard, bool]]:
+        """All shards of one target on one suite, in order; what is not there is made, and said to be."""
         store, retry, manifest = self._parts.store, self._retry, plan.suites[suite]
         maker: _ShardMaker | None = None
         for number in range(-(-manifest.items // SHARD_ITEMS)):
             self._interrupt()
             shard = retry(partial(store.shard, self._run, suite, target, number))
+            missing = shard is None
             if shard is None:
                 maker = maker or _ShardMaker(self._parts, plan, record, suite, target, self._candidate)
                 first = number * SHARD_ITEMS
@@ -202,7 +206,7 @@ class EvaluationRun:
                 shard = retry(partial(store.write_shard, self._run, suite, target, number, made))
                 if manifest.origin is not None and manifest.origin.dataset is not None:
                     self._keep_if_there(manifest, suite, target, number)
-            yield shard
+            yield shard, missing
 
     def _keep_if_there(self, manifest: SuiteManifest, suite: int, target: int, number: int) -> None:
         """Removes a shard whose suite is gone: a user may have been erased who asked one of its items. Raises NotFound.

@@ -3,11 +3,11 @@ the files of the adapter to continue from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import MergeJob, PublishingSpec
+from services.common.jobs import DraftJob, MergeJob, PublishingSpec
 from services.common.text.template import RESERVED_KWARGS
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun
@@ -15,7 +15,11 @@ from services.trainer.parent_versions import ParentVersion
 
 
 def prepare_run(
-    spec: PublishingSpec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[ParentVersion] = ()
+    spec: PublishingSpec,
+    host: PolicyHost,
+    parent: Mapping[str, bytes] | None,
+    sources: Sequence[ParentVersion] = (),
+    interrupt: Callable[[], None] = lambda: None,
 ) -> JobRun:
     """Tokenizes, validates and sizes a job; touches nothing that is being served.
 
@@ -24,6 +28,7 @@ def prepare_run(
         host: the pod the job runs in.
         parent: files of the adapter version to continue from, None for a new adapter.
         sources: of a merge, in the order of its sources.
+        interrupt: called several times a second where the engine answers something first; may raise.
 
     Raises:
         InvalidRequest: the data cannot be trained on; the message names the example or field.
@@ -43,5 +48,6 @@ def prepare_run(
             f"chat_template_kwargs must not contain {', '.join(taken)}: the job itself sets it",
             param="chat_template_kwargs",
         )
-    run: JobRun = import_module(f"{__name__}.{spec.kind}").prepare(spec, host, parent)
+    prepare = import_module(f"{__name__}.{spec.kind}").prepare
+    run: JobRun = prepare(spec, host, parent, *((interrupt,) if isinstance(spec, DraftJob) else ()))
     return run

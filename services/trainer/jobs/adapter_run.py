@@ -23,7 +23,7 @@ from services.engine.models.lora.targets import target_shapes
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.training_forward import FrozenForward, TrainableForward
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.base import RunData, RunState
+from services.trainer.jobs.base import UNDER_WAY, RunData, RunState
 from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import TeacherWork, TrainingMemory, Workload, check_fits, mib
 from services.trainer.optimizer import ScheduledOptimizer
@@ -229,7 +229,7 @@ class TrainingRun(ABC):
         if not self._is_applied(index):
             what = self._begin_step(index)
             with self._within_plan(what):
-                self._found |= self._before(index, interrupt)
+                self._before(index, interrupt)
             started = time.perf_counter()
             self.zero_grad()
             with self._within_plan(what):
@@ -316,7 +316,7 @@ class TrainingRun(ABC):
         tensors = self._masters()
         tensors |= {f"optimizer.{name}": value for name, value in self._optimizer.state().items()}
         data = {"step": self._finished, "num_tokens": self._num_tokens, "spec": spec_digest(self._spec)}
-        under_way = {"found": dict(self._found), "evaluation_left": self._evaluation_left}
+        under_way = {UNDER_WAY: dict(self._found), "evaluation_left": self._evaluation_left}
         return RunState(tensors, data | (under_way if self._found else {}))
 
     def load_state(self, state: RunState) -> int:
@@ -330,17 +330,15 @@ class TrainingRun(ABC):
         self._optimizer.load_state(under("optimizer.", state.tensors))
         self._finished = int(state.data["step"])
         self._num_tokens = int(state.data["num_tokens"])
-        self._found = {str(name): float(value) for name, value in state.data.get("found", {}).items()}
+        self._found = {str(name): float(value) for name, value in state.data.get(UNDER_WAY, {}).items()}
         self._evaluation_left = bool(state.data.get("evaluation_left", False))
         return self._finished - self._evaluation_left
 
     # -- for the jobs
 
-    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Makes what step ``index`` trains on, where it does not exist yet; returns metrics of it. ``train_seconds``
-        begin behind it."""
-        del index, interrupt
-        return {}
+    def _before(self, index: int, interrupt: Callable[[], None]) -> None:  # noqa: B027 - most jobs have it
+        """Makes what step ``index`` trains on, where it does not exist yet. Metrics of what has been made are found at
+        once, for an interruption not to lose them. ``train_seconds`` begin behind it."""
 
     @abstractmethod
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from services.trainer.parent_versions import ParentVersion
 
 
+UNDER_WAY = "found"
+"""Name in a state's data: metrics of the step under way, as far as it has come."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunState:
     """Everything a resumed run needs to continue as if it had never stopped.
@@ -28,6 +32,11 @@ class RunState:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is more in it than behind the last finished step: a part of the next one."""
+        return bool(self.data.get(UNDER_WAY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,5 +148,6 @@ class Prepare(Protocol):
         host: PolicyHost,
         parent: Mapping[str, bytes] | None,
         sources: Sequence[ParentVersion] = ...,
+        interrupt: Callable[[], None] = ...,
         /,
     ) -> JobRun: ...

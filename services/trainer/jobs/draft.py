@@ -27,7 +27,7 @@ from services.common.jobs.fields.drafter import DraftExample
 from services.common.jobs.kinds.draft import as_sft, asked_ids
 from services.engine.models.weights.drafter import drafter_files, grown, read_drafter
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
+from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling
 from services.trainer.jobs.adapter_run import under
 from services.trainer.jobs.example_run import ExampleRun, both_parts
 from services.trainer.jobs.sft import sft_documents
@@ -65,9 +65,16 @@ def _learnable(document: Document) -> bool:
 
 
 def _documents(
-    host: PolicyHost, spec: DraftJob, examples: Sequence[tuple[int, DraftExample]], field: str
+    host: PolicyHost,
+    spec: DraftJob,
+    interrupt: Callable[[], None],
+    examples: Sequence[tuple[int, DraftExample]],
+    field: str,
 ) -> tuple[list[list[Document]], list[str]]:
     """Documents of each example, and notes: those that have no answer are answered by the target first.
+
+    Args:
+        interrupt: called several times a second meanwhile; may raise.
 
     Raises:
         InvalidRequest: an example cannot be rendered, or none has anything to learn from.
@@ -78,7 +85,7 @@ def _documents(
     found, notes = sft_documents(host, spec, answered, field) if answered else ([], [])
     asked = [(index, example) for index, example in examples if not example.answered]
     if asked:
-        said, more = _answers(host, spec, asked, field)
+        said, more = _answers(host, spec, interrupt, asked, field)
         found, notes = found + said, notes + more
     kept = [learnt for documents in found if (learnt := [one for one in documents if _learnable(one)])]
     if not kept:
@@ -90,7 +97,11 @@ def _documents(
 
 
 def _answers(
-    host: PolicyHost, spec: DraftJob, asked: Sequence[tuple[int, DraftExample]], field: str
+    host: PolicyHost,
+    spec: DraftJob,
+    interrupt: Callable[[], None],
+    asked: Sequence[tuple[int, DraftExample]],
+    field: str,
 ) -> tuple[list[list[Document]], list[str]]:
     """The same of prompts. The seeds are the job's, so a resumed one has equal answers."""
     requests, sources, dropped = [], [], []
@@ -108,7 +119,9 @@ def _answers(
         requests.append(RolloutRequest(prompt, spec.seed + index))
         sources.append(index)
     sampling = RolloutSampling(spec.temperature, spec.max_tokens)
-    said = host.rollouts.generate(requests, sampling, spec.target_version, gentle=True) if requests else []
+    said: list[Completion] = []
+    if requests:
+        said = host.rollouts.generate(requests, sampling, spec.target_version, interrupt=interrupt, gentle=True)
     documents = [
         [completion_document(request.prompt, completion.token_ids, index)]
         for request, completion, index in zip(requests, said, sources, strict=True)
@@ -138,14 +151,20 @@ class DraftRun(ExampleRun):
         super().__init__(spec, host, parent, examples=examples, held_out=held_out, notes=notes)
 
     @classmethod
-    def prepare(cls, spec: DraftJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> DraftRun:
-        """Tokenizes and sizes the job.
+    def prepare(
+        cls,
+        spec: DraftJob,
+        host: PolicyHost,
+        parent: Mapping[str, bytes] | None,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> DraftRun:
+        """Tokenizes and sizes the job, once the target has answered what has no answer.
 
         Raises:
             InvalidRequest, DoesNotFit, AdapterRejected, Unavailable: as `prepare_run` says.
         """
         teacher = Teacher.of_version(spec.target_version, host, "target")
-        examples, held_out, notes = both_parts(spec.split, partial(_documents, host, spec))
+        examples, held_out, notes = both_parts(spec.split, partial(_documents, host, spec, interrupt))
         return cls(spec, host, parent, teacher=teacher, examples=examples, held_out=held_out, notes=notes)
 
     @property

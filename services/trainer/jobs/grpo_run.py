@@ -183,11 +183,10 @@ class GrpoRun(AdapterRun):
         del index
         return {}
 
-    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        metrics = super()._before(index, interrupt)
+    def _before(self, index: int, interrupt: Callable[[], None]) -> None:
+        super()._before(index, interrupt)
         if self._job.exact_forward and self._members(index):
             self._ask_engine(index, interrupt)
-        return metrics
 
     def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.examine. The loss is minus the mean of advantage times log-probability a token, by the trainer's

@@ -42,7 +42,7 @@ class CheckpointStore:
         Raises:
             Unavailable: the object store is away.
         """
-        place = Place(fence, checkpoint.step)
+        place = checkpoint.place(fence)
         for filename, data in encode(spec_sha, checkpoint).items():
             self._store.put(f"{checkpoints_of(job_id)}{place}/{filename}", data)
         older = sorted((each for each in self._stored(job_id) if each < place), reverse=True)
@@ -54,11 +54,15 @@ class CheckpointStore:
         """Writes to the local disk, atomically and for good, and drops older local ones. ``fence``: see save."""
         self._local.save(job_id, spec_sha, checkpoint, fence)
 
-    def newest(self, job_id: str, spec_sha: str) -> Checkpoint | None:
+    def newest(self, job_id: str, spec_sha: str, fence: int = 0) -> Checkpoint | None:
         """The newest valid checkpoint of this very spec, wherever it lies.
 
+        Args:
+            fence: of the claim that is to go on; 0: of none.
+
         Raises:
-            Unavailable: the object store is away and the local disk has none.
+            Unavailable: the object store is away and the local disk has none, or only one of an owner before the last
+                one, which may have written a newer one elsewhere.
             NewerSchema: the newest one was written by a later release.
         """
         place, local = self._local.newest(job_id, spec_sha)
@@ -66,7 +70,7 @@ class CheckpointStore:
             newer = [each for each in self._stored(job_id) if place is None or each > place]
             return first_valid(job_id, spec_sha, newer, self._read_stored)[1] or local
         except Unavailable:
-            if local is None:
+            if place is None or place.fence < fence - 1:
                 raise
             return local
 
@@ -124,7 +128,7 @@ class CheckpointWriter:
         self._log = structlog.get_logger("checkpoint").bind(job=job_id)
         self._changed = threading.Condition()
         self._waiting: Checkpoint | None = None
-        self._on_disk = -1
+        self._on_disk: Checkpoint | None = None
         self._busy = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
@@ -150,7 +154,7 @@ class CheckpointWriter:
         self._thread.join()
 
     def _safe(self) -> bool:
-        return self._waiting is None or self._waiting.step == self._on_disk or self._closed
+        return self._waiting is None or self._waiting is self._on_disk or self._closed
 
     def _run(self) -> None:
         while True:
@@ -182,10 +186,10 @@ class CheckpointWriter:
         try:
             self._checkpoints.save(self._job_id, self._spec_sha, checkpoint, self._fence)
         except Unavailable as error:
-            if self._on_disk != checkpoint.step:
+            if self._on_disk is not checkpoint:
                 self._log.warning("checkpoint.kept_on_disk", step=checkpoint.step, error=error.message)
                 self._checkpoints.save_locally(self._job_id, self._spec_sha, checkpoint, self._fence)
-                self._on_disk = checkpoint.step
+                self._on_disk = checkpoint
                 self._saved(checkpoint.step, "disk")
             return False
         self._saved(checkpoint.step, "s3")

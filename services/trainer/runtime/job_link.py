@@ -18,13 +18,15 @@ from typing import Any
 import redis
 import structlog
 
-from services.common.errors import Unavailable
+from services.common.errors import DeadlineExceeded, Overloaded, Unavailable
 from services.common.jobs import JobProgress
 from services.common.queue.consumer import ClaimedJob, EventKind, JobConsumer, JobLost
 
 _BUFFERED = 10_000
 """Reports kept while Redis is away, as many as a job's event stream holds; the oldest go first."""
 _AWAY_SECONDS = 0.5
+PASSING = (Unavailable, Overloaded, DeadlineExceeded)
+"""Errors that another attempt may not meet again."""
 
 
 class JobCancelled(Exception):

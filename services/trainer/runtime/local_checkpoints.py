@@ -1,7 +1,8 @@
 """Resumable checkpoints of training on the local disk, and their files.
 
 Layout: `{job id}/{fence:08d}-{step:08d}/{state.safetensors,state.json,manifest.json}`; the manifest has the digest of
-the other two, so a torn checkpoint is never loaded. `{step:08d}` alone counts as fence 0.
+the other two, so a torn checkpoint is never loaded. `{step:08d}` alone counts as fence 0. `-begun` behind the step says
+that a part of the next one is in it, too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from services.trainer.jobs.base import RunState
 TENSORS = "state.safetensors"
 DATA = "state.json"
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"(?:(\d+)-)?(\d+)")
+_NAME = re.compile(r"(?:(\d+)-)?(\d+)(-begun)?")
 _FORGOTTEN_SECONDS = 7 * 86400
 """Age at which checkpoints of jobs that went elsewhere are removed."""
 
@@ -41,21 +42,28 @@ class Checkpoint:
     step: int
     state: RunState
 
+    def place(self, fence: int) -> Place:
+        """Where it is kept."""
+        return Place(fence, self.step, self.state.under_way)
+
 
 class Place(NamedTuple):
     """Fence and step of a checkpoint, which name its directory. A job goes on from the greatest."""
 
     fence: int
     step: int
+    begun: bool = False
+    """Whether a part of the next step is in it: it is not written over the one without, which is whole already."""
 
     @classmethod
     def of(cls, name: str) -> Place | None:
         """None: no checkpoint has this name."""
         found = _NAME.fullmatch(name)
-        return None if found is None else cls(int(found[1] or 0), int(found[2]))
+        return None if found is None else cls(int(found[1] or 0), int(found[2]), found[3] is not None)
 
     def __str__(self) -> str:
-        return f"{self.fence:08d}-{self.step:08d}" if self.fence else f"{self.step:08d}"
+        name = f"{self.fence:08d}-{self.step:08d}" if self.fence else f"{self.step:08d}"
+        return f"{name}-begun" if self.begun else name
 
 
 class LocalCheckpoints:
@@ -73,7 +81,7 @@ class LocalCheckpoints:
         Raises:
             OSError
         """
-        place = Place(fence, checkpoint.step)
+        place = checkpoint.place(fence)
         final = self._directory / job_id / str(place)
         partial = final.with_name(f"partial-{uuid.uuid4().hex}")
         partial.mkdir(parents=True)

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
-from services.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, TemperError, Unavailable
+from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.evaluation.contamination.store import DataSource, TrainingHashes
 from services.common.jobs import EvalJob, ForgeJob, JobBase
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
@@ -40,7 +40,7 @@ from services.trainer.runtime.attempts.training import JobAttempt
 from services.trainer.runtime.checkpoint import CheckpointStore
 from services.trainer.runtime.claims import JobClaims
 from services.trainer.runtime.interleaving import NoSideWork, SideWork, work_or_wait
-from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession, NotBeside, Paused
+from services.trainer.runtime.job_link import PASSING, Draining, JobCancelled, JobSession, NotBeside, Paused
 from services.trainer.runtime.job_trace import JobTrace
 from services.trainer.runtime.publish import Publisher, VersionRetention
 from services.trainer.runtime.shared_steps import SHARED_KINDS, SharedSteps, StepLimits
@@ -52,8 +52,6 @@ _LOOK_SECONDS = 0.25
 """Between two looks for jobs to take beside those that run, where the last one found none."""
 _ANSWER_SECONDS = 0.1
 """Time that those wait for the queue's answer."""
-_PASSING = (Unavailable, Overloaded, DeadlineExceeded)
-"""Errors that another attempt may not meet again."""
 
 
 class TrainerWorker:
@@ -94,6 +92,7 @@ class TrainerWorker:
             owner=owner,
             reclaim_seconds=settings.job_reclaim_seconds,
             max_attempts=settings.job_max_attempts,
+            left_over=partial(self._discard, published=False),
         )
         self._events = AdapterEvents(settings)
         self._checkpoints = CheckpointStore(store, settings.checkpoint_dir, keep=settings.checkpoints_kept)
@@ -272,7 +271,7 @@ class TrainerWorker:
             raise
         except JobCancelled:
             self._settle(session, lambda: consumer.cancelled(claimed))
-            self._discard(claimed, published=False)
+            self._discard(claimed.id, claimed.spec.adapter, published=False)
             return "cancelled"
         except NotBeside as error:
             log.info("job.requeued", reason=error.reason)
@@ -285,7 +284,7 @@ class TrainerWorker:
         except Draining:
             self._settle(session, lambda: consumer.requeue(claimed))
             return "requeued"
-        except _PASSING as error:
+        except PASSING as error:
             if not self._draining.is_set():
                 return self._retry(claimed, session, error, log)
             log.info("job.requeued", reason=error.message)
@@ -298,10 +297,10 @@ class TrainerWorker:
             log.warning("job.failed", code=final.code, reason=final.message)
             message = final.message
             self._settle(session, lambda: consumer.fail(claimed, message))
-            self._discard(claimed, published=False)
+            self._discard(claimed.id, claimed.spec.adapter, published=False)
             return "failed"
         self._settle(session, lambda: consumer.succeed(claimed, version))
-        self._discard(claimed, published=True)
+        self._discard(claimed.id, claimed.spec.adapter, published=True)
         return "succeeded"
 
     def _retry(
@@ -309,7 +308,15 @@ class TrainerWorker:
     ) -> str:
         log.error("job.crashed", exc_info=error)
         reason = f"{type(error).__name__}: {error}"
-        self._settle(session, lambda: self._consumer.retry(claimed, reason))
+        ended = False
+
+        def retry() -> None:
+            nonlocal ended
+            ended = not self._consumer.retry(claimed, reason)
+
+        self._settle(session, retry)
+        if ended:
+            self._discard(claimed.id, claimed.spec.adapter, published=False)
         return "crashed"
 
     def _settle(self, session: JobSession, write: Callable[[], None]) -> None:
@@ -328,12 +335,11 @@ class TrainerWorker:
             if time.monotonic() > self._deadline:
                 raise Unavailable("Redis stayed away until this process had to end")
 
-    def _discard(self, claimed: ClaimedJob, *, published: bool) -> None:
+    def _discard(self, job_id: str, adapter: str, *, published: bool) -> None:
         """Removes what was kept for another attempt, and of a job that made no version what it learnt from."""
-        adapter = claimed.spec.adapter
         try:
-            self._checkpoints.discard(claimed.id)
-            if not published and adapter and self._parts.registry.published(adapter, claimed.id) is None:
-                self._parts.training_hashes.forget(DataSource(adapter=adapter, job_id=claimed.id))
+            self._checkpoints.discard(job_id)
+            if not published and adapter:
+                self._parts.training_hashes.forget(DataSource(adapter=adapter, job_id=job_id))
         except Unavailable as error:
-            self._log.warning("checkpoint.left_behind", job=claimed.id, error=error.message)
+            self._log.warning("checkpoint.left_behind", job=job_id, error=error.message)

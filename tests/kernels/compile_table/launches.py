@@ -24,8 +24,11 @@ from benchmarks.kernels.launches import no_products, replaced
 from benchmarks.lib.random_checkpoint import config_of
 from benchmarks.lib.random_model import RandomWeights
 from kernels.gpu.configs import KernelConfigs
+from kernels.gpu.delta.chunk import gated_delta_prefill
+from kernels.gpu.delta.chunk_configs import FEW, many, pieces_of
 from kernels.gpu.launch.device import DeviceLimits
 from kernels.gpu.linear.skinny import SplitWorkspace
+from kernels.gpu.segments import TILE, Segments
 from kernels.gpu.train.divergence import divergence
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.head import token_scores
@@ -123,6 +126,9 @@ TRAINED = (
     Start("35B-A3B, training on int4", "int4", config=EXPERTS),
 )
 """Bases of training jobs. Of a quantized one torch decodes all matrices but the experts'."""
+PIECES = (Start("pieces of prompts"), Start("pieces of prompts, bf16 states", state_bfloat16=True))
+"""Prefills whose long chains are cut, which engines launch where kernels.gpu.delta.chunk_configs.TIMES says that it
+pays."""
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -133,7 +139,7 @@ def variants_of(cards: Sequence[DeviceLimits]) -> Iterator[tuple[str, list[Varia
         cards: of one architecture.
     """
     driver.set_active(Target(GPUTarget("cuda", cards[0].architecture, 32)))
-    for starts, launch in ((STARTS, _serve), (TRAINED, _train)):
+    for starts, launch in ((STARTS, _serve), (TRAINED, _train), (PIECES, _cut_up)):
         for start in starts:
             if cards[0].float8 or not start.float8:
                 yield start.name, _recorded(launch, start, cards)
@@ -258,6 +264,37 @@ def _train(start: Start, kernels: KernelConfigs) -> None:
                 for beta in (0.0, 0.5, 1.0):
                     head = model.weights.embedding
                     divergence(hidden, head, hidden.detach(), head, beta=beta, temperature=1.0)
+
+
+def _cut_up(start: Start, kernels: KernelConfigs) -> None:
+    config, device = start.config, kernels.device
+    cache = DeviceCache.allocate(
+        config,
+        torch.bfloat16,
+        _CPU,
+        num_blocks=1,
+        block_size=16,
+        num_slots=2,
+        state_dtype=torch.bfloat16 if start.state_bfloat16 else torch.float32,
+        waiting_writes=WAITING_WRITES,
+    )
+    segments = Segments.build([16 * TILE], [0], [1], [0], _CPU)
+    rows, heads = 16 * TILE, config.linear_value_heads
+    projected = torch.empty(rows, config.conv_dim + config.value_size + 2 * heads, dtype=torch.bfloat16)
+    mixed = torch.empty(rows, config.conv_dim, dtype=torch.bfloat16)
+    floats = [torch.empty(size) for size in (heads, heads, config.linear_value_dim)]
+    for scan in (FEW, many(device)):
+        gated_delta_prefill(
+            mixed,
+            projected,
+            *floats,
+            1e-6,
+            cache.recurrent[0],
+            segments,
+            waiting=cache.waiting[0] if cache.waiting else None,
+            config=replace(scan, pieces=pieces_of(4, device)),
+            pdl=device.programmatic_launch,
+        )
 
 
 def _float8(matrix: Matrix, device: DeviceLimits) -> Float8Linear:

@@ -114,7 +114,9 @@ class TrainingHashes:
         return None if record is None else TrainingLineage((source, *record.before), record.unknown)
 
     def forget(self, source: DataSource) -> None:
-        """Removes what a job wrote that published nothing."""
+        """Removes what a job wrote that has ended, unless a version came of it."""
+        if self._registry.published_any(source.adapter, source.job_id):
+            return
         self._store.delete(f"{source.prefix}record.json")
         self._store.delete_prefix(source.prefix)
 

@@ -20,8 +20,9 @@ from kernels.gpu.attention.prefill import paged_prefill
 from kernels.gpu.attention.qk_rope import qk_norm_rope_write
 from kernels.gpu.configs import KernelConfigs
 from kernels.gpu.copies.embedding import gather_tokens
-from kernels.gpu.delta import chunk as gated_delta_chunk
-from kernels.gpu.delta.chunk import ChunkConfig
+from kernels.gpu.delta import chunk_configs
+from kernels.gpu.delta.chunk import gated_delta_prefill
+from kernels.gpu.delta.chunk_configs import ChunkConfig
 from kernels.gpu.delta.conv1d import conv_decode, conv_prefill
 from kernels.gpu.delta.conv_verify import conv_verify
 from kernels.gpu.delta.step import gated_delta_step
@@ -87,7 +88,7 @@ class FusedForward:
         """Rows, heads and warps of a program; 0: the kernel's own choice."""
         if batch_invariant:
             exact = weights.embedding.dtype == torch.float32
-            self._chunk = gated_delta_chunk.EXACT if exact else gated_delta_chunk.many(self._kernels.device)
+            self._chunk = chunk_configs.EXACT if exact else chunk_configs.many(self._kernels.device)
             self._late = False
             self._rope = (4, 1, 4)
 
@@ -329,7 +330,7 @@ class FusedForward:
                 )
         if rows.segments is not None:
             conv_prefill(projected, weights.conv, conv, rows.segments, out=mixed, pdl=self._pdl)
-            gated_delta_chunk.gated_delta_prefill(
+            gated_delta_prefill(
                 mixed,
                 projected,
                 *parameters,

@@ -123,9 +123,12 @@ class Buffer:
         if self.full:
             self.room.clear()
 
-    def clear(self) -> None:
+    def take(self) -> list[Result]:
+        """All of them, which are somebody else's from now on."""
+        taken = self.results
         self._oldest, self._bytes, self.results = None, 0, []
         self.room.set()
+        return taken
 
     @property
     def full(self) -> bool:

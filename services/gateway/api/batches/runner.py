@@ -143,8 +143,15 @@ class BatchRun:
 
     async def flush(self) -> None:
         """Stores the results that are there. Raises JobLost."""
-        results = self._buffer.results
-        self._buffer.clear()
+        results = self._buffer.take()
+        try:
+            await self._keep(results)
+        except asyncio.CancelledError:  # what is not stored yet is for the flush behind the end of the run
+            for result in results:
+                self._buffer.add(result)
+            raise
+
+    async def _keep(self, results: list[Result]) -> None:
         while results := [result for result in results if result.number not in self._done.lines]:
             try:
                 await self._write_part(results)

@@ -183,7 +183,7 @@ class BatchWorker:
         await self._settle(lambda: self._consumer.requeue(claimed, "its gateway is shutting down"))
         return "handed_back"
 
-    async def _settle(self, write: Callable[[], None]) -> None:
+    async def _settle(self, write: Callable[[], object]) -> None:
         """Writes how an attempt ended. Raises Unavailable: Redis is away, and the batch will be reclaimed."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _SETTLE_SECONDS

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from services.common.adapters.registry import AdapterRegistry
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.store import SuiteStore
-from services.common.jobs.record import checkpoints_of
 from services.common.queue.job_queue import JobQueue
-from services.common.storage.object_store import ObjectStore
 from services.gateway.api.training.erased_rows import has_erased_rows, withdrawn
+from services.gateway.api.training.leftovers import remove_leftovers
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.protocol.learning.erasure import JobEnd
 from services.learning.datasets.store import DatasetStore
@@ -39,7 +39,7 @@ class Erasure:
     suites: SuiteStore
     runs: EvaluationStore
     queue: JobQueue
-    objects: ObjectStore
+    registry: AdapterRegistry
     threads: StoreThreads
 
     async def erase(self, mark: str) -> Erased:
@@ -73,5 +73,5 @@ class Erasure:
             if end is not None:
                 ends[job.id] = end
             if end == "cancelled":  # no owner comes any more who would remove what another one has left
-                await self.threads.run(self.objects.delete_prefix, checkpoints_of(job.id))
+                await remove_leftovers(self.threads, self.registry, job)
         return ends

@@ -7,9 +7,9 @@ import asyncio
 from typing import Any
 
 from services.common.jobs import Job, JobState, TrainingSpec
-from services.common.jobs.record import checkpoints_of
 from services.gateway.api.training.datasets import with_rows
 from services.gateway.api.training.erased_rows import has_erased_rows, withdrawn
+from services.gateway.api.training.leftovers import remove_leftovers
 from services.gateway.api.training.validation import (
     TrainingServices,
     check_references,
@@ -70,6 +70,6 @@ async def cancelled(training: TrainingServices, job: Job) -> Job:
         Conflict: see JobQueue.cancel.
     """
     ended = await training.queue.cancel(job.id)
-    if job.state is JobState.QUEUED and job.started_at is not None and ended.state is JobState.CANCELLED:
-        await training.threads.run(training.files.objects.delete_prefix, checkpoints_of(job.id))
+    if ended.state is JobState.CANCELLED and ended.started_at is not None and not job.state.terminal:
+        await remove_leftovers(training.threads, training.registry, job)
     return ended

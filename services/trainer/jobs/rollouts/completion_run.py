@@ -222,10 +222,9 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         """See JobRun.close."""
         self._ahead.stop()
 
-    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        metrics = super()._before(index, interrupt)
+    def _before(self, index: int, interrupt: Callable[[], None]) -> None:
+        super()._before(index, interrupt)
         self._ahead.go_on()
-        return metrics
 
     def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
         """Samples a round, or takes the one that was sampled ahead and plans those that are now."""

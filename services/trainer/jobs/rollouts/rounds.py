@@ -112,15 +112,15 @@ class RoundRun(AdapterRun, Generic[P]):
     def _evaluates_behind(self, index: int) -> bool:
         return bool(self._held_out) and self._rounds.evaluates_behind(index)
 
-    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        number = self._rounds.number(index)
-        metrics = {"round": float(number + 1)}
-        if index == 0 and self._held_out:
-            metrics[f"{self.measure}_before"] = self.evaluate(interrupt)[self.measure]
+    def _before(self, index: int, interrupt: Callable[[], None]) -> None:
+        number, before = self._rounds.number(index), f"{self.measure}_before"
+        if index == 0 and self._held_out and before not in self._found:
+            self._found[before] = self.evaluate(interrupt)[self.measure]
         if self._number != number:
-            metrics |= self._begin(number, interrupt)
+            self._found |= self._begin(number, interrupt)
             self._number = number
-        return metrics | super()._before(index, interrupt)
+        self._found["round"] = float(number + 1)
+        super()._before(index, interrupt)
 
     @abstractmethod
     def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:

@@ -87,13 +87,17 @@ class Gates:
             notes += self._compare(plan, place)
         return notes
 
-    def keep_hashes(self, parents: Sequence[AdapterVersion]) -> None:
-        """Keeps what the job learns from as hashes, unless they are there, for the contamination of suites."""
+    def keep_hashes(self, parents: Sequence[AdapterVersion], *, cancellable: bool = True) -> None:
+        """Keeps what the job learns from as hashes, unless they are there, for the contamination of suites.
+
+        Args:
+            cancellable: whether the job may still be cancelled, or paused, meanwhile.
+        """
         if self._hashes.begun(self._source) is not None:
             return
 
         def between() -> None:
-            self._claim.session.check(cancellable=False)
+            self._claim.session.check(cancellable=cancellable)
             time.sleep(0)  # Python's work on each text holds the lock that the engine's thread waits for
 
         texts = training_texts(self._spec, self._evaluations.host.codec)

@@ -103,10 +103,8 @@ class LearningCheck:
         return f"give more {' or a higher '.join(run.defaults)}, and examples that do not contradict each other"
 
     def stamp(self, state: RunState) -> RunState:
-        """The state of a checkpoint with what was found before the first step."""
+        """The state of a checkpoint with what was found before the first step; None: that was interrupted."""
         state = self.acceptance.stamp(state)
-        if self._before is None:
-            return state
         return dataclasses.replace(state, data={**state.data, _KEY: self._before})
 
     def restore(self, state: RunState) -> None:
@@ -117,6 +115,8 @@ class LearningCheck:
         """
         self.acceptance.restore(state)
         found = state.data.get(_KEY, {})
+        if found is None:
+            return
         if not isinstance(found, dict):
             raise InvalidRequest("the checkpoint's examination before the first step is unreadable")
         self._before = {str(name): float(value) for name, value in found.items()}

@@ -109,7 +109,8 @@ class Preparation(Generic[S]):
         try:
             if isinstance(spec, MergeJob):
                 return self._parts.prepare(spec, self._parts.host, None, parents)
-            return self._parts.prepare(spec, self._parts.host, parents[0].files if parents else None)
+            files = parents[0].files if parents else None
+            return self._parts.prepare(spec, self._parts.host, files, (), self._claim.pauses())
         except MemoryTaken as error:
             if self._claim.beside.others():
                 raise self._claim.beside.refused(error.message) from error

@@ -6,6 +6,7 @@ twice (a process can die anywhere) and has the effect of happening once.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +21,7 @@ from services.common.jobs.fields.dataset import OfDataset
 from services.common.jobs.fields.drafter import RefreshesDrafter
 from services.common.jobs.kinds.draft import refresh
 from services.common.jobs.record import NOT_PUBLISHED
+from services.common.queue.records import finite
 from services.trainer.jobs.base import JobRun
 from services.trainer.jobs.passes import Course, steps_of
 from services.trainer.parent_versions import ParentVersion
@@ -31,7 +33,7 @@ from services.trainer.runtime.attempts.learning_check import LearningCheck
 from services.trainer.runtime.attempts.preparation import Notes, Parts, Preparation
 from services.trainer.runtime.attempts.receipt import receipt_of
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointWriter
-from services.trainer.runtime.job_link import Draining, JobCancelled
+from services.trainer.runtime.job_link import PASSING, Draining, JobCancelled
 
 _NO_DRAFTER = (
     "this engine follows no drafter: start it with TEMPER_SPECULATIVE=mtp and TEMPER_DRAFTER set to a name, or leave "
@@ -39,6 +41,8 @@ _NO_DRAFTER = (
 )
 _ETA_WEIGHT = 0.2
 """Weight of the newest step in the moving average of step times."""
+_METRICS = "metrics"
+"""Name in a checkpoint's data."""
 
 
 class JobAttempt(Preparation[PublishingSpec]):
@@ -113,8 +117,11 @@ class JobAttempt(Preparation[PublishingSpec]):
         notes.record({})
         start = 0
         checkpoint = None
+        fence = int(claimed.fence)
         try:
-            checkpoint = self._claim.until_back(lambda: self._parts.checkpoints.newest(claimed.id, claimed.spec_sha))
+            checkpoint = self._claim.until_back(
+                lambda: self._parts.checkpoints.newest(claimed.id, claimed.spec_sha, fence)
+            )
         except NewerSchema as error:
             session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
         if checkpoint is not None:
@@ -126,8 +133,8 @@ class JobAttempt(Preparation[PublishingSpec]):
                 self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
                 session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
                 run = self.prepared(parents)
-                learning = LearningCheck(self._spec)
-        if before := learning.acceptance.begin(run, session.check):
+                learning, checkpoint = LearningCheck(self._spec), None
+        if before := learning.acceptance.begin(run, self._claim.pauses()):
             session.event("eval", {"step": 0, **before})
 
         def saved(step: int, where: str) -> None:
@@ -141,15 +148,17 @@ class JobAttempt(Preparation[PublishingSpec]):
             allowed=lambda: not session.lost,
             saved=saved,
             stamp=learning.stamp,
-            fence=int(claimed.fence),
+            fence=fence,
         )
         try:
             base_model, versions = self._parts.settings.served_model_name, [one.version for one in parents]
             kept = EpochVersions(self._claim, self._spec, self._parts.publisher, gates, versions, base_model)
-            metrics = yield from self._steps(run, writer, start, learning, kept)
+            metrics = yield from self._steps(run, writer, start, checkpoint, learning, kept)
             notes.tell(learning.note(run, metrics), *run.outcome)
             notes.record(metrics)
-            metrics |= learning.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
+            metrics |= learning.acceptance.check(
+                run, metrics if start < run.total_steps else None, self._claim.pauses()
+            )
             files = run.files(base_model)
             evidence = self._decided(gates, run, files, writer, notes, metrics) if gates.asked else ()
             with self._claim.trace.part("publish"):
@@ -159,17 +168,27 @@ class JobAttempt(Preparation[PublishingSpec]):
             writer.close()
 
     def _steps(
-        self, run: JobRun, writer: CheckpointWriter, start: int, learning: LearningCheck, kept: EpochVersions
+        self,
+        run: JobRun,
+        writer: CheckpointWriter,
+        start: int,
+        checkpoint: Checkpoint | None,
+        learning: LearningCheck,
+        kept: EpochVersions,
     ) -> Course[dict[str, float]]:
-        """Runs the remaining steps; returns the newest metrics. Raises JobLost, JobCancelled, Draining."""
-        claimed, session = self._claim.job, self._claim.session
-        total = run.total_steps
-        metrics = dict(claimed.job.metrics) if start > 0 else {}
+        """Runs the remaining steps; returns the newest metrics. What has been done when it is to end is kept, in a
+        checkpoint. Raises JobLost, JobCancelled, Draining, PASSING.
+
+        Args:
+            start: first step, which the checkpoint says.
+        """
+        session, total = self._claim.session, run.total_steps
+        metrics = {} if checkpoint is None else self._metrics_at(checkpoint)
         seconds: float | None = None
-        saved = start
         done = start
-        published = True
         to_publish = kept.steps(run)
+        if checkpoint is not None and checkpoint.state.under_way:  # which began behind it
+            to_publish -= {start}
         beginning = JobProgress(step=start, total_steps=total)
         self._claim.report(beginning, {})
         pauses = self._claim.pauses()
@@ -177,6 +196,8 @@ class JobAttempt(Preparation[PublishingSpec]):
             yield from learning.begin(run, pauses)
             for index in range(start, total):
                 session.check()
+                if index in to_publish:
+                    kept.publish(run, index, metrics)
                 began = time.monotonic()
                 with self._claim.trace.step(index, total):
                     newest = yield from steps_of(run, index, pauses)
@@ -191,20 +212,22 @@ class JobAttempt(Preparation[PublishingSpec]):
                 evaluation = {name: value for name, value in newest.items() if name.startswith("eval_")}
                 if evaluation:
                     session.event("eval", {"step": done, **evaluation})
-                if done in to_publish:  # before any checkpoint behind it: an attempt that goes on there has it
-                    published = False
-                    kept.publish(run, done, metrics)
-                    published = True
                 if done % self._spec.checkpoint_every == 0 and done < total:
-                    writer.submit(Checkpoint(done, run.state()))
-                    saved = done
+                    writer.submit(_checkpoint(run, done, metrics))
             metrics |= yield from learning.end(run, metrics, pauses)
-        except Draining:
-            if done > saved and published:
-                writer.submit(Checkpoint(done, run.state()))
+        except (Draining, *PASSING):
+            writer.submit(_checkpoint(run, done, metrics))
             writer.flush(self._remaining())
             raise
         return metrics
+
+    def _metrics_at(self, checkpoint: Checkpoint) -> dict[str, float]:
+        """Newest metrics of each name behind the checkpoint's step; one of an earlier release leaves them to the job's
+        record."""
+        found = checkpoint.state.data.get(_METRICS)
+        if found is None:
+            return dict(self._claim.job.job.metrics) if checkpoint.step else {}
+        return {str(name): float(value) for name, value in found.items()}
 
     def _decided(
         self,
@@ -219,7 +242,7 @@ class JobAttempt(Preparation[PublishingSpec]):
         total, lora = run.total_steps, run.lora
         if lora is None:
             raise InvalidRequest("suites are answered by adapters: a drafter has no gates on them", param=PUBLISH)
-        writer.submit(Checkpoint(total, run.state()))  # a later attempt goes on with the answers to these weights
+        writer.submit(_checkpoint(run, total, metrics))  # a later attempt goes on with the answers to these weights
         digest = digest_of(files)
         notes.evaluation = gates.evaluation(digest)
         notes.record(metrics)
@@ -256,7 +279,7 @@ class JobAttempt(Preparation[PublishingSpec]):
         total = run.total_steps
 
         def publish() -> Manifest:
-            gates.keep_hashes([one.version for one in parents])
+            gates.keep_hashes([one.version for one in parents], cancellable=False)
             return self._parts.publisher.publish(
                 self._spec.adapter,
                 claimed.id,
@@ -285,11 +308,11 @@ class JobAttempt(Preparation[PublishingSpec]):
             return self._claim.until_back(
                 publish,
                 # The work is done: keep it on disk, should this process end before the stores are back.
-                away=lambda: writer.submit(Checkpoint(total, run.state())),
+                away=lambda: writer.submit(_checkpoint(run, total, metrics)),
                 cancellable=False,
             )
         except Draining:
-            writer.submit(Checkpoint(total, run.state()))
+            writer.submit(_checkpoint(run, total, metrics))
             writer.flush(self._remaining())
             raise
 
@@ -297,3 +320,9 @@ class JobAttempt(Preparation[PublishingSpec]):
         """Seconds that a checkpoint may still take, once the process drains."""
         left = self._parts.deadline() - time.monotonic()
         return max(0.5, min(left, self._parts.settings.trainer_drain_seconds) - 1.0)
+
+
+def _checkpoint(run: JobRun, step: int, metrics: Mapping[str, float]) -> Checkpoint:
+    """A run as it is, with the newest metrics of its job."""
+    state = run.state()
+    return Checkpoint(step, dataclasses.replace(state, data={**state.data, _METRICS: finite(metrics)}))

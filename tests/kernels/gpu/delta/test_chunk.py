@@ -7,53 +7,18 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.gpu.delta.chunk import EXACT, FEW, MANY, ChunkConfig, chunk_config, gated_delta_prefill
+from kernels.gpu.delta.chunk import gated_delta_prefill
+from kernels.gpu.delta.chunk_configs import EXACT, FEW, MANY, ChunkConfig, chunk_config
 from kernels.gpu.delta.conv1d import conv_prefill
 from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.launch.device import named
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu import interpreter  # noqa: F401
-from tests.kernels.gpu.delta.support import CHAIN_SLOTS, CHAINS, Chain, Mixer, chain_segments, exact_delta, mixer
+from tests.kernels.gpu.delta.checks import FLOAT32, check, check_chains
+from tests.kernels.gpu.delta.support import CHAINS, Chain, chain_segments, exact_delta, mixer
 
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129)
-FLOAT32 = {"atol": 5e-5, "rtol": 1e-5}
-
-
-def check(
-    m: Mixer,
-    lengths: list[int],
-    starts: list[int],
-    device: torch.device,
-    limits: dict[str, float],
-    *,
-    first_row: int = 0,
-    config: ChunkConfig | None = None,
-    state_dtype: torch.dtype = torch.float32,
-) -> None:
-    """All segments in one call, each against float64; other slots untouched."""
-    count = len(lengths)
-    mixed = m.projected[:, : m.conv_dim].clone()
-    generator = torch.Generator().manual_seed(5)
-    state = torch.randn(count + 3, m.heads, m.key_dim, m.value_dim, generator=generator).to(device, state_dtype)
-    slots = [count + 1 - index for index in range(count)]
-    for slot, start in zip(slots, starts, strict=True):
-        if start == 0:
-            state[slot] = float("nan")
-    before = state.clone()
-    segments = Segments.build(
-        lengths, starts, slots, [0] * count, device, first_row=first_row, max_segments=count + 1, max_tiles=sum(lengths)
-    )
-    out = gated_delta_prefill(mixed, m.projected, *m.parameters(), state, segments, config=config)
-    begin = first_row
-    for length, start, slot in zip(lengths, starts, slots, strict=True):
-        rows = slice(begin, begin + length)
-        past = before[slot] if start else torch.zeros_like(before[slot])
-        expected, final = exact_delta(m, mixed[rows], m.projected[rows], past)
-        torch.testing.assert_close(out[rows].double(), expected, **limits)
-        torch.testing.assert_close(state[slot].double(), final, **limits)
-        begin += length
-    assert torch.equal(state[[0, 1, count + 2]], before[[0, 1, count + 2]])
 
 
 @pytest.mark.sampled
@@ -71,31 +36,6 @@ def test_packed_segments_of_odd_shapes(
     m = mixer(3 + sum(lengths), device, key_heads=key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim)
     config = dataclasses.replace(EXACT, block_v=16)
     check(m, lengths, [0, 4, 9, 0, 1], device, FLOAT32, first_row=3, config=config)
-
-
-def check_chains(
-    m: Mixer, chains: list[Chain], device: torch.device, limits: dict[str, float], config: ChunkConfig | None = None
-) -> None:
-    """The rows and the state behind each link against float64; other slots untouched."""
-    generator = torch.Generator().manual_seed(5)
-    state = torch.randn(CHAIN_SLOTS, m.heads, m.key_dim, m.value_dim, generator=generator).to(device)
-    for chain in chains:
-        if chain.start == 0:
-            state[chain.slot] = float("nan")
-    before, begin = state.clone(), 3
-    mixed = m.projected[:, : m.conv_dim].clone()
-    segments = chain_segments(chains, device, first_row=begin)
-    out = gated_delta_prefill(mixed, m.projected, *m.parameters(), state, segments, config=config)
-    for chain in chains:
-        past = before[chain.slot] if chain.start else torch.zeros_like(before[chain.slot])
-        for length, target in zip(chain.lengths, chain.targets, strict=True):
-            rows = slice(begin, begin + length)
-            expected, past = exact_delta(m, mixed[rows], m.projected[rows], past)
-            torch.testing.assert_close(out[rows].double(), expected, **limits)
-            torch.testing.assert_close(state[target].double(), past, **limits)
-            begin += length
-    rest = sorted(set(range(CHAIN_SLOTS)) - {target for chain in chains for target in chain.targets})
-    assert torch.equal(state[rest].nan_to_num(7), before[rest].nan_to_num(7))
 
 
 @pytest.mark.sampled

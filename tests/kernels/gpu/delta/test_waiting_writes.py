@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.gpu.delta.chunk import gated_delta_prefill
+from kernels.gpu.delta.chunk_configs import EXACT, ChunkConfig, PieceConfig
 from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.delta.waiting_writes import WaitingWrites
 from kernels.gpu.segments import Segments
@@ -112,7 +115,8 @@ def test_prompts_before_between_and_behind(device: torch.device) -> None:
     torch.testing.assert_close(whole(state, waiting, 1), final, atol=5e-5, rtol=1e-5)
 
 
-def test_nothing_waits_behind_any_link_of_a_chain(device: torch.device) -> None:
+@pytest.mark.parametrize("config", [EXACT, replace(EXACT, pieces=PieceConfig(1, 16, 4, 1))])
+def test_nothing_waits_behind_any_link_of_a_chain(device: torch.device, config: ChunkConfig) -> None:
     """What waits of the state before goes into all of them."""
     m = mixer(48, device, heads=4)
     mixed = m.projected[:, : m.conv_dim].clone()
@@ -129,7 +133,7 @@ def test_nothing_waits_behind_any_link_of_a_chain(device: torch.device) -> None:
     assert int(waiting.spans[2].max()) & 15
     chain = Chain(3, 2, (9, 17, 19), (5, 6, 2))
     segments = chain_segments([chain], device, first_row=3)
-    out = gated_delta_prefill(mixed, m.projected, *m.parameters(), state, segments, waiting=waiting)
+    out = gated_delta_prefill(mixed, m.projected, *m.parameters(), state, segments, waiting=waiting, config=config)
     begin = 3
     for length, target in zip(chain.lengths, chain.targets, strict=True):
         rows = slice(begin, begin + length)

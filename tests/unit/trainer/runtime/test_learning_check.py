@@ -13,7 +13,7 @@ from services.trainer.jobs.adapter_run import evenly
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.passes import complete
 from services.trainer.runtime.attempts.learning_check import LearningCheck
-from tests.training_support import TrainingHost
+from tests.training_support import TrainingHost, through_a_checkpoint
 
 PAIR = {"prompt": "hello", "completion": "Good day!"}
 DATA: dict[str, dict[str, Any]] = {
@@ -77,6 +77,18 @@ def test_a_resumed_job_knows_what_it_started_from(host: TrainingHost) -> None:
     assert next(resumed.begin(run, lambda: None), None) is None, "examined again"
     start = prepare_run(spec, host, None).examine()["loss"]
     assert complete(resumed.end(run, {}, lambda: None))["loss_before"] == pytest.approx(start)
+
+
+def test_an_examination_that_was_interrupted_is_made_when_the_job_goes_on(host: TrainingHost) -> None:
+    spec = SPEC.validate_python({"kind": "sft", "adapter": "greeter", **DATA["sft"]})
+    run = prepare_run(spec, host, None)
+    first = LearningCheck(spec)
+    next(first.begin(run, lambda: None))  # paused in the middle of it
+    resumed = LearningCheck(spec)
+    resumed.restore(through_a_checkpoint(first.stamp(run.state())))
+    complete(resumed.begin(run, lambda: None))
+    run.step(0)
+    assert complete(resumed.end(run, {}, lambda: None)).keys() >= {"loss_before", "loss_after"}
 
 
 def test_checkpoints_of_others(host: TrainingHost) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import openai
 import pytest
 from pydantic import ValidationError
 
+from services.common.errors import Unavailable
 from services.common.pb import engine_pb2
 from services.gateway.core.batch_queue import BatchSpec
 from services.gateway.settings import GatewaySettings
+from tests.stack import PATIENCE
 from tests.unit.gateway.batch_client import BODY, CHAT, OPTIONS, Batches, connected, jsonl, line
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import Behaviour, FakeEngine, Send, fails, hangs, says
@@ -212,7 +215,8 @@ def test_a_lease_must_outlive_its_heartbeats() -> None:
         GatewaySettings(batch_heartbeat_seconds=20, batch_reclaim_seconds=30)
 
 
-def test_a_stopping_gateway_hands_over_at_once(start: Starter) -> None:
+@pytest.mark.parametrize("away", [False, True])  # the store, until the results of the first are being stored
+def test_a_stopping_gateway_hands_over_at_once(start: Starter, monkeypatch: pytest.MonkeyPatch, away: bool) -> None:
     first = connected(start(**OPTIONS))
     engine = first.running.engine
 
@@ -221,9 +225,20 @@ def test_a_stopping_gateway_hands_over_at_once(start: Starter) -> None:
 
     engine.behaviour = first_five
     lines = [line(str(i), {**BODY, "seed": i}) for i in range(20)]
+    store, refused = first.running.store, threading.Event()
+
+    def put(key: str, data: bytes, **options: bool) -> str:
+        if away and key.startswith("batches/") and engine.running:
+            refused.set()
+            raise Unavailable("no space is left")
+        return stored(key, data, **options)
+
+    stored = store.put
+    monkeypatch.setattr(store, "put", put)
     batch = first.submit(*lines)
     first.running.wait_for(lambda: any(int(r.sampling.seed) >= 5 for r in engine.requests))
     first.running.wait_for(lambda: len(engine.running) == OPTIONS["batch_concurrency"])
+    assert not away or refused.wait(PATIENCE)
     first.running.stop()
     record = first.running.batches.records[batch.id]
     assert record.state == "queued"
