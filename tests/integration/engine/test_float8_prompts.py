@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.quality.prompts import Conversation, Replies
+from benchmarks.quality.rounding.prompts import Conversation, Replies
 from services.engine.models.qwen3_5.model import Qwen3_5
 from tests.integration.engine.harness import EngineUnderTest, request
 

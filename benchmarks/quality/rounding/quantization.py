@@ -1,4 +1,4 @@
-"""Cost of quantization in quality: `python -m benchmarks.quality.quantization [--engine] [--json FILE]`.
+"""Cost of quantization in quality: `python -m benchmarks.quality.rounding.quantization [--engine] [--json FILE]`.
 
 Two figures for each way to store weights, KV and states:
 - perplexity of models/tiny on the replies of held-out conversations of its recipe (trained weights);
@@ -31,7 +31,7 @@ from benchmarks.lib.environment import environment
 from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.random_checkpoint import TINY, config_of, write
 from benchmarks.lib.recorder import describe
-from benchmarks.quality.scorers import EngineScorer, Mode, Query, TorchScorer
+from benchmarks.quality.rounding.scorers import EngineScorer, Mode, Query, TorchScorer
 from models.tiny.recipe.data import END, SKILLS, chat_template, held_out_items, prompt_text
 from services.engine.models.footprint import Storage
 from services.engine.models.qwen3_5.model import Qwen3_5

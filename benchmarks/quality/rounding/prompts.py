@@ -1,4 +1,4 @@
-"""Quality of prompts in float8: `python -m benchmarks.quality.prompts [--items N] [--json FILE]`.
+"""Quality of prompts in float8: `python -m benchmarks.quality.rounding.prompts [--items N] [--json FILE]`.
 
 For each choice of TEMPER_PREFILL_FLOAT8 the prompts of held-out conversations of models/tiny are computed with those
 products in float8 and the rest in bfloat16, and the replies behind them in bfloat16: what decodes see of a rounded
