@@ -81,7 +81,8 @@ SECTIONS = (
         300,
         (
             f"{_BENCH}.quality.accuracy --quantization none fp8 int4 --out {{out}}/accuracy.json",
-            f"{_BENCH}.quality.quantization --engine --layers 8 --modes bf16 fp8 int4 --json {{out}}/quality.json",
+            f"{_BENCH}.quality.rounding.quantization --engine --layers 8 --modes bf16 fp8 int4 "
+            "--json {out}/quality.json",
         ),
     ),
     Section("kernels", 400, (f"{_BENCH}.kernels.all --out {{out}}",)),

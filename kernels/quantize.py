@@ -94,7 +94,7 @@ class Int4Weight:
 
 def pair(x: Tensor) -> Tensor:
     """[T, K] with the inputs in the order of Fp8Weight."""
-    return x.view(-1, x.shape[1] // GROUP, 2, GROUP // 2).transpose(2, 3).reshape(x.shape)
+    return x.reshape(-1, x.shape[1] // GROUP, 2, GROUP // 2).transpose(2, 3).reshape(x.shape)
 
 
 def unpair(x: Tensor) -> Tensor:
@@ -147,6 +147,18 @@ def dequantize_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         rows = slice(begin, begin + _ROWS_AT_ONCE)
         out[rows] = unpair(weight.values[rows].float() * weight.scale[rows, None])
     return out
+
+
+def multiply_fp8(x: Tensor, weight: Fp8Weight) -> Tensor:
+    """``x Wᵀ`` [T, N] in x's dtype, x rounded to e4m3 as well, scaled by row as it comes; sums in float32.
+
+    Args:
+        x: [T, K] any float dtype.
+    """
+    rows = x.float()
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / FP8_MAX
+    values = pair(rows / scale).clamp_(-FP8_MAX, FP8_MAX).to(weight.values.dtype).float()
+    return (values @ weight.values.float().t() * scale * weight.scale).to(x.dtype)
 
 
 def quantize_int4(weight: Tensor) -> Int4Weight:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from services.engine.models.qwen3_5.weights import (
     MtpWeights,
 )
 from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix, Int4Matrix, Matrix, quantize
+from services.engine.models.weights.prompts import NONE, Product, PromptProducts
 
 if TYPE_CHECKING:
     from kernels.gpu.configs import KernelConfigs
@@ -51,11 +53,14 @@ class RandomWeights:
     """Products do not depend on how many rows they have."""
     draft_head: bool = False
     """The mtp layer has an int4 copy of the head."""
+    prompts: PromptProducts = NONE
+    """Products of prompts that are computed with float8 copies."""
 
     def build(self) -> ModelWeights:
         """All layers, logits of order one, decays from fast to slow."""
         config = self.config
-        layers = tuple(self._layer(kind) for kind in config.layer_types)
+        copied = self.prompts.of_layer
+        layers = tuple(self._layer(kind, copied(index)) for index, kind in enumerate(config.layer_types))
         embedding = self._normal(config.vocab_size, config.hidden_size, std=config.hidden_size**-0.5)
         head: Matrix = DenseMatrix(embedding, self.workspace, self.invariant, self.kernels)
         if self.quantization != "none":
@@ -63,7 +68,8 @@ class RandomWeights:
         elif not config.tie_word_embeddings:
             head = self._matrix(config.vocab_size, config.hidden_size, "none")
         mtp = self._mtp_layer(embedding) if self.mtp else None
-        return ModelWeights(embedding, layers, self._ones(config.hidden_size), head, mtp, self.kernels)
+        rows = self.prompts.rows if self.prompts else 0
+        return ModelWeights(embedding, layers, self._ones(config.hidden_size), head, mtp, self.kernels, rows)
 
     def _mtp_layer(self, embedding: Tensor) -> MtpWeights:
         hidden = self.config.hidden_size
@@ -77,14 +83,16 @@ class RandomWeights:
             head=self._stored(embedding, "int4") if self.draft_head else None,
         )
 
-    def _layer(self, kind: LayerType) -> LayerWeights:
+    def _layer(self, kind: LayerType, copied: Set[Product] = frozenset()) -> LayerWeights:
         config = self.config
         return LayerWeights(
             input_norm=self._ones(config.hidden_size),
-            mixer=self._attention() if kind == "full_attention" else self._delta_net(),
+            mixer=self._attention(copied="attention" in copied)
+            if kind == "full_attention"
+            else self._delta_net(copied="linear_attention" in copied),
             post_norm=self._ones(config.hidden_size),
-            gate_up=self._matrix(2 * config.intermediate_size, config.hidden_size),
-            down=self._matrix(config.hidden_size, config.intermediate_size),
+            gate_up=self._matrix(2 * config.intermediate_size, config.hidden_size, copied="mlp" in copied),
+            down=self._matrix(config.hidden_size, config.intermediate_size, copied="mlp" in copied),
             experts=self._experts(config) if isinstance(config, Qwen3_5MoeConfig) else None,
         )
 
@@ -98,30 +106,35 @@ class RandomWeights:
             down=self._matrix(count * hidden, size),
         )
 
-    def _attention(self) -> AttentionWeights:
+    def _attention(self, *, copied: bool) -> AttentionWeights:
         config = self.config
         return AttentionWeights(
-            in_proj=self._matrix(2 * (config.query_size + config.kv_size), config.hidden_size),
+            in_proj=self._matrix(2 * (config.query_size + config.kv_size), config.hidden_size, copied=copied),
             qk_norm=self._ones(config.num_heads + config.num_kv_heads, config.head_dim),
-            out_proj=self._matrix(config.hidden_size, config.query_size),
+            out_proj=self._matrix(config.hidden_size, config.query_size, copied=copied),
         )
 
-    def _delta_net(self) -> DeltaNetWeights:
+    def _delta_net(self, *, copied: bool) -> DeltaNetWeights:
         config, heads = self.config, self.config.linear_value_heads
         return DeltaNetWeights(
-            in_proj=self._matrix(config.conv_dim + config.value_size + 2 * heads, config.hidden_size),
+            in_proj=self._matrix(config.conv_dim + config.value_size + 2 * heads, config.hidden_size, copied=copied),
             conv=self._normal(config.conv_kernel, config.conv_dim, std=0.5),
             negative_a=-torch.exp(torch.rand(heads, device=self.device) * 5.5 - 4.0),
             dt_bias=torch.rand(heads, device=self.device) * 4.0 - 3.0,
             norm=self._ones(config.linear_value_dim),
-            out_proj=self._matrix(config.hidden_size, config.value_size),
+            out_proj=self._matrix(config.hidden_size, config.value_size, copied=copied),
         )
 
-    def _matrix(self, outputs: int, inputs: int, kind: str = "") -> Matrix:
+    def _matrix(self, outputs: int, inputs: int, kind: str = "", *, copied: bool = False) -> Matrix:
         # Small enough that 32 layers one after the other stay finite.
-        return self._stored(self._normal(outputs, inputs, std=0.7 * inputs**-0.5), kind or self.quantization)
+        dense = self._normal(outputs, inputs, std=0.7 * inputs**-0.5)
+        made = self._stored(dense, kind or self.quantization)
+        if not copied or not isinstance(made, DenseMatrix):
+            return made
+        copy = self._stored(dense, "fp8")
+        return replace(made, float8=copy) if isinstance(copy, Fp8Matrix) else made
 
-    def _stored(self, dense: Tensor, kind: str) -> Matrix:
+    def _stored(self, dense: Tensor, kind: str) -> DenseMatrix | Fp8Matrix | Int4Matrix:
         if not self.empty or kind == "none":
             invariant = self.invariant
             return quantize(dense, kind, workspace=self.workspace, invariant=invariant, kernels=self.kernels)

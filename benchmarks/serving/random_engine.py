@@ -87,6 +87,7 @@ def _made(
         invariant=storage.invariant,
         draft_head=mtp and storage.has_draft_head(config, kind.itemsize),
         kernels=kernels,
+        prompts=storage.prompts,
     )
     model = Qwen3_5(config, made.build())
     if place.type == "cuda":

@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--quant", choices=("none", "fp8", "int4"), default="none")
     parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--state", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--prefill-float8", default="none", metavar="CHOICE", help="as of TEMPER_PREFILL_FLOAT8")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any other engine setting")
@@ -143,6 +144,7 @@ def run(options: argparse.Namespace) -> None:
         quantization=options.quant,
         kv_cache_dtype=options.kv,
         state_dtype=options.state,
+        prefill_float8=options.prefill_float8,
         batch_invariant=options.batch_invariant,
         max_num_seqs=max(case.requests for case in options.cases) if options.device == "cpu" else 0,
         **given,
@@ -174,6 +176,7 @@ def run(options: argparse.Namespace) -> None:
         "quant": options.quant,
         "kv": options.kv,
         "state": options.state,
+        "prefill_float8": options.prefill_float8,
         "batch_invariant": options.batch_invariant,
         "settings": options.set,
         "block": options.block and [options.block, options.block_layers],

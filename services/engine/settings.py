@@ -13,6 +13,7 @@ from services.common.adapters.names import parse_adapter_ref
 from services.common.errors import InvalidRequest
 from services.common.settings import CommonSettings
 from services.common.shutdown import CLOSE_SECONDS
+from services.engine.models.weights.prompts import PromptProducts
 
 _GIB = 1024**3
 ADAPTER_SLOTS = 8
@@ -38,6 +39,12 @@ class EngineSettings(CommonSettings):
     """Weights on the GPU, quantized while they load. fp8: e4m3 with a scale a row, needs compute capability 8.9. int4:
     groups of 128 weights, needs 8.0; the head is fp8 where the GPU has it. auto: fp8 for a checkpoint that is float8
     already, where the GPU has it; else none."""
+    prefill_float8: str = "none"
+    """Products of prompts to compute in float8, of a model whose weights are not quantized: all, or some of mlp,
+    attention and linear_attention with commas between them, each with a range of layers if wished, as in mlp:0-15.
+    Decodes go on in the model's dtype. A copy takes a byte a weight. Needs compute capability 8.9."""
+    prefill_float8_rows: int = Field(0, ge=0)
+    """Fewest prompt tokens of a step that are computed so; 0: 1024 on cuda, 64 on cpu."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Recurrent states of DeltaNet layers on the GPU; bfloat16 halves their memory and traffic and costs accuracy."""
     batch_invariant: bool = False
@@ -227,6 +234,11 @@ class EngineSettings(CommonSettings):
     def _empty_directory_is_none(cls, value: Any) -> Any:
         return None if value == "" else value
 
+    @field_validator("prefill_float8")
+    @classmethod
+    def _known_products(cls, value: str) -> str:
+        return str(PromptProducts.parse(value))
+
     @field_validator("drafter")
     @classmethod
     def _named_drafter(cls, value: str) -> str:
@@ -257,6 +269,11 @@ class EngineSettings(CommonSettings):
             raise ValueError(
                 "batch_invariant and speculative contradict each other: what a row is computed with would depend on "
                 "the draft tokens; set TEMPER_SPECULATIVE=none or TEMPER_BATCH_INVARIANT=false"
+            )
+        if self.prefill_float8 != "none" and self.batch_invariant:
+            raise ValueError(
+                "batch_invariant and prefill_float8 contradict each other: whether a prompt is computed in float8 "
+                "depends on the rows of its step; set TEMPER_PREFILL_FLOAT8=none or TEMPER_BATCH_INVARIANT=false"
             )
         if self.drafter and self.speculative == "none":
             raise ValueError(
@@ -315,6 +332,7 @@ class EngineSettings(CommonSettings):
                 "token_budget": budget,
                 "adapter_slots": self.adapter_slots or ADAPTER_SLOTS,
                 "draft_tokens": self.draft_tokens or block or (MOST_CHAINED if cuda else 1),
+                "prefill_float8_rows": self.prefill_float8_rows or (1024 if cuda else 64),
                 "mixed_prefill_tokens": self.mixed_prefill_tokens or (min(3840, budget) if cuda else budget),
             }
         )
@@ -343,6 +361,11 @@ class EngineSettings(CommonSettings):
         made = self.model_copy()
         made._form = form
         return made
+
+    @property
+    def prompt_products(self) -> PromptProducts:
+        """Products of prompts that are computed in float8."""
+        return PromptProducts.parse(self.prefill_float8, max(1, self.prefill_float8_rows))
 
     @property
     def trains_in_float8(self) -> bool:

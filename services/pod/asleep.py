@@ -27,6 +27,7 @@ from services.common.errors import DoesNotFit, TemperError
 from services.common.pb import engine_pb2 as pb
 from services.common.security.tls import FOLLOW_SECONDS, Certificates
 from services.common.shutdown import ASLEEP, SleepLevel
+from services.common.storage.repeated import repeat
 from services.common.telemetry.logging import configure_logging
 from services.common.telemetry.prometheus import serving
 from services.engine.observability.metrics import ASLEEP_METRIC, ASLEEP_TEXT
@@ -146,9 +147,7 @@ async def _sleep(
 
 
 async def _follow(certificates: Certificates) -> None:
-    while True:
-        await asyncio.sleep(FOLLOW_SECONDS)
-        await asyncio.to_thread(certificates.refresh)
+    await repeat(lambda: asyncio.to_thread(certificates.refresh), FOLLOW_SECONDS, log, "certificates")
 
 
 def main() -> int:

@@ -175,6 +175,12 @@ def _check_gpu(settings: EngineSettings, device: Device) -> None:
         raise InvalidRequest(
             f"TEMPER_KV_CACHE_DTYPE=fp8 needs compute capability 8.9 or higher, {has}; use auto", param="kv_cache_dtype"
         )
+    if settings.prefill_float8 != "none":
+        raise InvalidRequest(
+            f"TEMPER_PREFILL_FLOAT8={settings.prefill_float8} needs compute capability 8.9 or higher, {has}; set it to "
+            "none",
+            param="prefill_float8",
+        )
     if settings.train_float8:
         raise InvalidRequest(
             f"TEMPER_TRAIN_FLOAT8=true needs compute capability 8.9 or higher, {has}; unset it", param="train_float8"

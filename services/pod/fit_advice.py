@@ -35,8 +35,14 @@ def fit_advice(
     sequences = [
         f"TEMPER_MAX_NUM_SEQS (now {settings.max_num_seqs}, a sequence's state takes {format_bytes(footprint.slot)})"
     ]
+    copies = {
+        "TEMPER_PREFILL_FLOAT8=none": settings.prefill_float8 != "none",
+        "TEMPER_TRAIN_FLOAT8=false": settings.trains_in_float8,
+    }
+    fewer = " or ".join(way for way, helps in copies.items() if helps)
     lines = [
         *smaller,
+        *([f"{fewer} (float8 copies of weights take {format_bytes(footprint.copies)})"] if fewer else []),
         *(sequences if settings.max_num_seqs > 1 else []),
         f"TEMPER_STATE_SNAPSHOTS (now {settings.state_snapshots}, {format_bytes(footprint.slot)} each)",
         f"TEMPER_ADAPTER_SLOTS (now {settings.adapter_slots}, {format_bytes(footprint.adapter_slot)} each) or "

@@ -18,6 +18,7 @@ from services.engine.models.footprint import (
     Storage,
     block_bytes,
     copies_head,
+    float8_prompt_bytes,
     float8_training_bytes,
     slot_bytes,
     weight_bytes,
@@ -119,6 +120,7 @@ def storage(settings: EngineSettings, device: Device) -> Storage:
         float8_head=kind != "none" and device.has_float8,
         invariant=settings.batch_invariant,
         int4_draft_head=settings.speculative != "none" and device.kind == "cuda",
+        prompts=settings.prompt_products,
     )
 
 
@@ -179,15 +181,18 @@ def footprint(
     logits = 4 * config.vocab_size
     sampled = _sampled_rows(settings)
     weights, block = weight_bytes(config, stored), block_bytes(config, settings.block_size, stored)
+    copies = float8_prompt_bytes(config, stored)
     if settings.trains_in_float8:
-        weights += float8_training_bytes(config, stored)
+        copies += float8_training_bytes(config, stored)
     slot = slot_bytes(config, stored)
     adapter_slot = LoraSlots.bytes_per_slot(config, settings.max_lora_rank, dtype)
     if device.kind == "cpu":
         widest = max(out for layer in range(config.num_layers) for out, _ in config.linear_shapes(layer).values())
         activations = 4 * _ACTIVATION_COPIES * settings.token_budget * widest
         workspace = _LOGIT_COPIES * sampled * logits + activations
-        return Footprint(weights, block, slot, adapter_slot, workspace, teacher=taught)
+        if copies:  # one of them in float32, to be multiplied with
+            workspace += 4 * config.hidden_size * widest_output(config)
+        return Footprint(weights, block, slot, adapter_slot, workspace, teacher=taught, copies=copies)
     row = widest_output(config) * dtype.itemsize
     rows, slots = settings.max_num_seqs, state_slots(settings)
     context = settings.max_model_len or config.max_position_embeddings
@@ -225,6 +230,7 @@ def footprint(
         sampler=sampled * (2 * logits + _SAMPLER_ROW + config.vocab_size // 8),
         graphs=_graph_bytes(config, settings, captured, row) if captured else 0,
         teacher=taught,
+        copies=copies,
     )
 
 
@@ -245,8 +251,12 @@ def snapshots(settings: EngineSettings, footprint: Footprint, budget: int, kind:
     large as the KV of some hundred tokens."""
     if kind == "cpu":
         return _SNAPSHOTS_ON_CPU
-    fixed = footprint.weights + footprint.workspace + footprint.sampler + footprint.graphs + footprint.teacher
-    left = budget - fixed - settings.max_num_seqs * footprint.slot - settings.adapter_slots * footprint.adapter_slot
+    left = (
+        budget
+        - footprint.fixed
+        - settings.max_num_seqs * footprint.slot
+        - settings.adapter_slots * footprint.adapter_slot
+    )
     return min(_MOST_SNAPSHOTS, max(_LEAST_SNAPSHOTS, int(left * _SNAPSHOT_SHARE) // footprint.slot))
 
 
@@ -289,13 +299,21 @@ def plan(
 
     Raises:
         DoesNotFit: the settings ask for more than there is; the message has the numbers and what to change.
+        InvalidRequest: prompts would be computed in float8 from more rows on than a step has.
     """
     settings = with_quantization(settings, device, config, teacher)
     settings = _by_size(config, settings, dtype, device, available)
     try:
-        return _fitted(config, settings, dtype, device, available, teacher)
+        chosen, made = _fitted(config, settings, dtype, device, available, teacher)
     except DoesNotFit as error:
         raise DoesNotFit(f"{error.message}\n{_fit_advice(config, settings, dtype, device, available)}") from error
+    if chosen.prefill_float8 != "none" and chosen.prefill_float8_rows > chosen.token_budget:
+        raise InvalidRequest(
+            f"TEMPER_PREFILL_FLOAT8_ROWS={chosen.prefill_float8_rows} is above the {chosen.token_budget} tokens of a "
+            "step, so that no prompt would be computed in float8: lower it, or raise TEMPER_TOKEN_BUDGET",
+            param="prefill_float8_rows",
+        )
+    return chosen, made
 
 
 def _fitted(

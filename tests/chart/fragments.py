@@ -82,6 +82,7 @@ _SAID: Mapping[str, Any] = {
     "engine.model.claimAccessMode": "ReadWriteMany",
     "engine.kvCacheDtype": "fp8",
     "engine.quantization": "int4",
+    "engine.prefillFloat8": "mlp:0-15",
     "engine.gpu.resource": "nvidia.com/mig-1g.10gb",
     "engine.tiers.names": "disk",
     "engine.tiers.hostBytes": "1Gi",

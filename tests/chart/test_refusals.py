@@ -73,6 +73,7 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
     ),
     ({"engine": {"device": "cpu", "quantization": "fp8"}}, "engine.quantization needs a GPU"),
     ({"engine": {"device": "cpu", "kvCacheDtype": "fp8"}}, "engine.kvCacheDtype needs a GPU"),
+    ({"engine": {"quantization": "fp8", "prefillFloat8": "mlp"}}, "engine.prefillFloat8 is for weights that are not"),
     ({"engine": {"trainer": {"webhooks": "https://a"}}}, "engine.trainer.webhookExistingSecret is not set"),
     ({"engine": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "engine.autoscaling.minReplicas is over"),
     (

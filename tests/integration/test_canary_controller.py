@@ -25,6 +25,7 @@ from services.learning.canaries.store import CanaryStore, Route
 from services.learning.feedback.record import Feedback
 from services.learning.feedback.store import FeedbackFilter, FeedbackStore
 from tests.integration.servers import RunningServer
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL
 from tests.unit.gateway.fake_stores import MemoryStore
 
@@ -159,6 +160,31 @@ async def world(valkey: RunningServer, settings: CommonSettings, raw: redis.Redi
     yield world
     await world.canaries.aclose()
     await feedback.aclose()
+
+
+async def test_the_lease_is_held_behind_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that gives no thread once does not end the work of the process that has them all to look at."""
+    stores = Stores(world.canaries, world.feedback, world.registry)
+    controller = CanaryController(stores, world.synced, world.ended.append, look_seconds=3600.0, lease_seconds=3.0)
+    hold, refusals = controller._lease.hold, 2  # that of the one look, and the first renewal
+    held = asyncio.Event()
+
+    async def refused() -> int | None:
+        nonlocal refusals
+        refusals -= 1
+        if refusals >= 0:
+            raise RuntimeError("can't start new thread")
+        fence = await hold()
+        held.set()
+        return fence
+
+    monkeypatch.setattr(controller._lease, "hold", refused)
+    controller.start()
+    try:
+        await asyncio.wait_for(held.wait(), PATIENCE)
+        assert world.raw.exists("temper:lease:canaries")
+    finally:
+        await controller.stop()
 
 
 async def test_the_test_decides(world: World) -> None:

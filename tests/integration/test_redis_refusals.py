@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
+from pydantic import SecretStr
 
+from cli.local.ports import claim_ports
+from cli.local.store_processes import valkey_server
 from services.common.errors import Unavailable
 from services.common.jobs import JobProgress, JobState
 from services.common.queue.job_queue import JobQueue
@@ -15,6 +22,8 @@ from services.common.settings import CommonSettings
 from services.common.storage.redis import call, connect
 from tests.chaos.refusals import REFUSALS, demoted
 from tests.integration.jobs import Consumers, must_claim, read_events, sft
+from tests.integration.servers import RunningServer
+from tests.stack import PATIENCE
 
 
 @pytest.mark.parametrize("code", REFUSALS)
@@ -54,3 +63,42 @@ def test_a_connection_to_what_is_no_primary_any_more_is_not_kept(settings: Commo
         call(lambda: client.set("key", "value"))
     assert client.client_id() != before
     client.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[redis.Redis]:
+    """A node of a cluster that has no slots yet."""
+    port, bus = claim_ports(2)
+    server = valkey_server(tmp_path, port)
+    options = ("--cluster-enabled", "yes", "--cluster-port", str(bus.number))
+    running = RunningServer(replace(server, argv=(*server.argv, *options)))
+    running.start()
+    client = connect(CommonSettings(redis_url=SecretStr(f"redis://{running.address}")))
+    yield client
+    client.close()
+    running.stop()
+
+
+def test_a_cluster_that_is_in_no_state_for_a_command_is_away(node: redis.Redis) -> None:
+    """Its slots are nowhere, or keys of one slot on their way from node to node."""
+
+    def cluster(command: str, *words: Any) -> Any:
+        return node.execute_command(f"CLUSTER {command}", *words)
+
+    with pytest.raises(Unavailable, match=r"\(TEMPER_REDIS_URL\) refuses: CLUSTERDOWN"):
+        call(lambda: node.set("{slot}a", "1"))
+    cluster("ADDSLOTSRANGE", 0, 16383)
+    deadline = time.monotonic() + PATIENCE
+    while cluster("INFO")["cluster_state"] != "ok":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    call(lambda: node.set("{slot}a", "1"))
+    cluster("MEET", "127.0.0.1", 1)
+    own = cluster("MYID")
+    other = next(one["node_id"] for one in cluster("NODES").values() if one["node_id"] != own)
+    slot = cluster("KEYSLOT", "{slot}")
+    cluster("SETSLOT", slot, "MIGRATING", other)
+    with pytest.raises(Unavailable, match=r"\(TEMPER_REDIS_URL\) refuses: TRYAGAIN"):
+        call(lambda: node.eval("return 1", 2, "{slot}a", "{slot}b"))
+    cluster("SETSLOT", slot, "STABLE")
+    assert call(lambda: node.mget("{slot}a", "{slot}b")) == ["1", None]

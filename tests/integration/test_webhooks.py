@@ -40,7 +40,7 @@ SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 
 class Receiver(Noting):
-    """Server whose paths behave: /ok, /gone, /moved, /hangs, and /fails, which fails twice."""
+    """Server whose paths behave: /ok, /gone, /moved, /hangs, /busy for ages, and /fails, which fails twice."""
 
     def __init__(self) -> None:
         super().__init__(_Handler)
@@ -56,8 +56,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         tries = sum(path == self.path for path, _, _ in server.got)
         if self.path == "/hangs":
             time.sleep(1.6)
-        status = {"/gone": 410, "/moved": 302, "/fails": 500 if tries <= 2 else 204}.get(self.path, 200)
+        status = {"/gone": 410, "/busy": 503, "/moved": 302, "/fails": 500 if tries <= 2 else 204}.get(self.path, 200)
         self.send_response(status)
+        if self.path == "/busy":
+            self.send_header("retry-after", "9" * 12)
         if status == 302:
             self.send_header("location", "/ok")
         self.send_header("content-length", "0")
@@ -266,6 +268,15 @@ async def test_what_fails_is_tried_again_and_given_up(queue: JobQueue, office: O
     assert [attempt.status for attempt in ended.log] == [410, 410]
     assert (await sender.store.list(limit=1, state="delivered"))[0].id == found["fails"].id
     assert [one.id for one in await sender.store.list(limit=9, after=(await sender.store.list(limit=1))[0].id)]
+
+
+async def test_a_receiver_is_waited_for_six_hours_at_most(queue: JobQueue, office: Office) -> None:
+    sender = office.sender("/busy")
+    await queue.cancel((await queue.submit(sft())).id)
+    (found,) = await office.until(lambda found: bool(found) and bool(found[0].log), sender)
+    assert (found.state, found.log[0].status) == ("pending", 503)
+    assert found.next_at is not None
+    assert 0 < found.next_at - found.log[0].at <= 6 * 3600 + PATIENCE
 
 
 async def test_gateways_share_the_work_and_one_that_dies_loses_nothing(

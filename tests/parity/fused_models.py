@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -38,6 +38,7 @@ from services.engine.models.qwen3_5.weights import (
     MtpWeights,
 )
 from services.engine.models.weights.matrix import DenseMatrix, Matrix, quantize
+from services.engine.models.weights.prompts import NONE, Product, PromptProducts
 from services.engine.scheduler.config import SchedulerConfig
 
 TINY = Qwen3_5Config(
@@ -79,6 +80,7 @@ def random_model(
     mtp: bool = False,
     form: DrafterForm = MTP_FORM,
     kernels: KernelConfigs | None = None,
+    prompts: PromptProducts = NONE,
 ) -> Qwen3_5:
     """The same numbers on every device, as they are or quantized.
 
@@ -88,36 +90,37 @@ def random_model(
     def normal(*shape: int, scale: float, around: float = 0.0, kind: torch.dtype = dtype) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale + around).to(kind).to(device)
 
-    def matrix(out: int, into: int) -> Matrix:
-        return quantize(normal(out, into, scale=0.7 * into**-0.5), quantization, kernels=kernels)
+    def matrix(out: int, into: int, *, copied: bool = False) -> Matrix:
+        return quantize(normal(out, into, scale=0.7 * into**-0.5), quantization, kernels=kernels, prompts=copied)
 
     def norm(*shape: int) -> Tensor:
         return normal(*shape, scale=0.2, around=1.0, kind=torch.float32)
 
-    def layer(index: int) -> LayerWeights:
+    def layer(index: int, copied: Set[Product] = frozenset()) -> LayerWeights:
         mixer: DeltaNetWeights | AttentionWeights
+        full, linear, mlp = "attention" in copied, "linear_attention" in copied, "mlp" in copied
         hidden, heads = config.hidden_size, config.linear_value_heads
         if config.layer_types[index] == "full_attention":
             mixer = AttentionWeights(
-                in_proj=matrix(2 * config.query_size + 2 * config.kv_size, hidden),
+                in_proj=matrix(2 * config.query_size + 2 * config.kv_size, hidden, copied=full),
                 qk_norm=norm(config.num_heads + config.num_kv_heads, config.head_dim),
-                out_proj=matrix(hidden, config.query_size),
+                out_proj=matrix(hidden, config.query_size, copied=full),
             )
         else:
             mixer = DeltaNetWeights(
-                in_proj=matrix(config.conv_dim + config.value_size + 2 * heads, hidden),
+                in_proj=matrix(config.conv_dim + config.value_size + 2 * heads, hidden, copied=linear),
                 conv=normal(config.conv_kernel, config.conv_dim, scale=0.5),
                 negative_a=-(torch.rand(heads, generator=generator) * 5.5 - 4.0).exp().to(device),
                 dt_bias=(torch.rand(heads, generator=generator) * 4.0 - 3.0).to(device),
                 norm=norm(config.linear_value_dim),
-                out_proj=matrix(hidden, config.value_size),
+                out_proj=matrix(hidden, config.value_size, copied=linear),
             )
         return LayerWeights(
             input_norm=norm(hidden),
             mixer=mixer,
             post_norm=norm(hidden),
-            gate_up=matrix(2 * config.intermediate_size, hidden),
-            down=matrix(hidden, config.intermediate_size),
+            gate_up=matrix(2 * config.intermediate_size, hidden, copied=mlp),
+            down=matrix(hidden, config.intermediate_size, copied=mlp),
             experts=mixture(config) if isinstance(config, Qwen3_5MoeConfig) else None,
         )
 
@@ -145,11 +148,12 @@ def random_model(
     head = embedding if config.tie_word_embeddings else normal(config.vocab_size, config.hidden_size, scale=0.3)
     weights = ModelWeights(
         embedding=embedding,
-        layers=tuple(layer(index) for index in range(config.num_layers)),
+        layers=tuple(layer(index, prompts.of_layer(index)) for index in range(config.num_layers)),
         final_norm=norm(config.hidden_size),
         head=quantize(head, "none" if quantization == "none" else "fp8", kernels=kernels),
         mtp=mtp_weights() if mtp else None,
         kernels=kernels,
+        prompt_rows=prompts.rows if prompts else 0,
     )
     return Qwen3_5(config, weights)
 

@@ -25,7 +25,7 @@ from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan
 from tests.parity.fused_models import computing_as, cuda_runner, random_adapters, spoil
-from tests.parity.roundings import recorded_roundings, rounded_activations
+from tests.parity.roundings import recorded_roundings, rounded_activations, rounded_prompts
 
 MEAN_FACTOR, LARGEST_FACTOR = 2.0, 4.0
 """Bounds of the fused forward's error, as multiples of the plain forward's in numbers of the same size.
@@ -199,7 +199,8 @@ class InStep:
         """Inside, the plain runner rounds activations as the CUDA runner did in this step, if it is to follow it."""
         if self._follows is None or not chosen:
             return nullcontext()
-        return rounded_activations(chosen, allowed=self._follows)
+        prompts_only = self._model.weights.prompt_rows > 0
+        return (rounded_prompts if prompts_only else rounded_activations)(chosen, allowed=self._follows)
 
     def _compare_reports(self, ours: Sequence[PromptReport], plain: Sequence[PromptReport]) -> None:
         """Compares the reports of prompts."""

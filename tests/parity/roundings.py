@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.gpu.linear import fp8
-from kernels.quantize import FP8_MAX, unpair
+from kernels.quantize import FP8_MAX, Fp8Weight, dequantize_fp8, unpair
 from services.engine.models.qwen3_5 import layers
 
 
@@ -52,24 +52,46 @@ def rounded_activations(chosen: Sequence[Tensor] | None = None, *, allowed: floa
             numbers are: the two forwards differ before they round, too.
     """
     linear, addmm = F.linear, torch.addmm
-    rows: list[int] = []
-
-    def rounded(x: Tensor) -> Tensor:
-        scale = x.float().abs().amax(1, keepdim=True) / FP8_MAX
-        number = x.float() / scale
-        following = None if chosen is None else chosen[len(rows) % len(chosen)].to(number.dtype)
-        rows.append(len(x))
-        code = _nearest(number)
-        if following is not None:
-            nearest = torch.cdist(number, following, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
-            assert (following[nearest] - number).norm() <= allowed * (code - number).norm()
-            code = following[nearest]
-        return (code * scale).to(x.dtype)
-
+    rounded = _Rounding(chosen, allowed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "F", SimpleNamespace(linear=lambda x, weight: linear(rounded(x), weight)))
         patch.setattr(torch, "addmm", lambda residual, x, weight: addmm(residual, rounded(x), weight))
-        yield rows
+        yield rounded.rows
+
+
+@contextmanager
+def rounded_prompts(chosen: Sequence[Tensor], *, allowed: float) -> Iterator[list[int]]:
+    """Inside, the plain forward of a model that multiplies prompts in float8 rounds those rows as was chosen; arguments
+    and result as of rounded_activations()."""
+    rounded = _Rounding(chosen, allowed)
+
+    def product(x: Tensor, weight: Fp8Weight) -> Tensor:
+        return rounded(x) @ dequantize_fp8(weight, x.dtype).t()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "multiply_fp8", product)
+        yield rounded.rows
+
+
+class _Rounding:
+    """Rounds the rows of one product after the other."""
+
+    def __init__(self, chosen: Sequence[Tensor] | None, allowed: float) -> None:
+        self._chosen, self._allowed = chosen, allowed
+        self.rows: list[int] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scale = x.float().abs().amax(1, keepdim=True) / FP8_MAX
+        number = x.float() / scale
+        chosen = self._chosen
+        following = None if chosen is None else chosen[len(self.rows) % len(chosen)].to(number.dtype)
+        self.rows.append(len(x))
+        code = _nearest(number)
+        if following is not None:
+            nearest = torch.cdist(number, following, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+            assert (following[nearest] - number).norm() <= self._allowed * (code - number).norm()
+            code = following[nearest]
+        return (code * scale).to(x.dtype)
 
 
 def _nearest(x: Tensor) -> Tensor:

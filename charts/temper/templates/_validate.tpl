@@ -35,6 +35,9 @@
 {{- if and (eq $engine.device "cpu") (has $engine.quantization (list "fp8" "int4")) }}
 {{- fail "engine.quantization needs a GPU: set it to auto, or engine.device to cuda" }}
 {{- end }}
+{{- if and (ne $engine.prefillFloat8 "none") (has $engine.quantization (list "fp8" "int4")) }}
+{{- fail "engine.prefillFloat8 is for weights that are not quantized: set it to none, or engine.quantization to none" }}
+{{- end }}
 {{- if and (eq $engine.device "cpu") (ne $engine.kvCacheDtype "auto") }}
 {{- fail "engine.kvCacheDtype needs a GPU: set it to auto, or engine.device to cuda" }}
 {{- end }}

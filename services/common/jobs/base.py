@@ -170,6 +170,14 @@ class JobBase(PublishingJob):
         never(both(given("learning_rate"), given("learning_rate_multiplier"))),
     )
 
+    def check_used(self) -> None:
+        """Checks that no setting is without effect. Of submissions alone: a job that waits since an earlier release
+        stays what it is.
+
+        Raises:
+            InvalidRequest: one is; names it.
+        """
+
     @abstractmethod
     def check_tokens(self, served: ServedLimits) -> None:
         """Tokenizes and checks all data of the job. Blocking: call it in a thread.

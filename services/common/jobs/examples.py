@@ -9,11 +9,24 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
+from services.common.errors import InvalidRequest
 from services.common.jobs.base import DataRows, JobBase
 from services.common.jobs.fields.acceptance import Better
 from services.common.jobs.fields.dataset import OfDataset
 from services.common.validation.errors import contradiction
-from services.common.validation.json_rules import NONE, SOME, Rule, Rules, both, either, given, has, if_any, left_out
+from services.common.validation.json_rules import (
+    NONE,
+    SOME,
+    Rule,
+    Rules,
+    both,
+    either,
+    given,
+    has,
+    if_any,
+    left_out,
+    only_with,
+)
 from services.common.validation.strict_models import SentModel, absent
 
 E = TypeVar("E", bound=SentModel)
@@ -99,6 +112,7 @@ class ExampleJob(OfDataset, JobBase, Generic[E]):
     json_rules: ClassVar[Rules] = (
         either(both(OF_DATASET, if_any(examples=NONE)), both(left_out("dataset"), has(examples=SOME))),
         either(OF_DATASET, HOLDS_NOTHING_OUT, has(examples={"minItems": 2})),
+        only_with("eval_every", EVALUATES),
     )
 
     @model_validator(mode="after")
@@ -117,6 +131,15 @@ class ExampleJob(OfDataset, JobBase, Generic[E]):
                 "eval_fraction",
             )
         return self
+
+    def check_used(self) -> None:
+        """See JobBase."""
+        if self.eval_every is not None and not self.eval_metrics:
+            raise InvalidRequest(
+                f"eval_every would do nothing: there is nothing to evaluate on: {self.evaluation_way_out}, or leave it "
+                "out",
+                param="eval_every",
+            )
 
     @property
     def held_out(self) -> int:

@@ -33,12 +33,19 @@ class Footprint:
     """Memory that captured CUDA graphs keep."""
     teacher: int = 0
     """Weights of the second model that jobs distil from."""
+    copies: int = 0
+    """Float8 copies of weights, for prompts and for training."""
 
     def __post_init__(self) -> None:
-        for name in ("weights", "block", "slot", "adapter_slot", "workspace", "sampler", "graphs", "teacher"):
+        for name in ("weights", "block", "slot", "adapter_slot", "workspace", "sampler", "graphs", "teacher", "copies"):
             value = getattr(self, name)
             if value < 0 or (value == 0 and name == "block"):
                 raise ValueError(f"{name} must be a number of bytes, got {value}")
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are taken whatever the number of sequences, adapters and blocks."""
+        return self.weights + self.copies + self.workspace + self.sampler + self.graphs + self.teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,7 @@ class MemoryPlan:
     sampler: int = 0
     graphs: int = 0
     teacher: int = 0
+    copies: int = 0
 
     @property
     def total(self) -> int:
@@ -103,6 +111,7 @@ class MemoryPlan:
         """Bytes of each purpose."""
         return {
             "weights": self.weights,
+            "copies": self.copies,
             "teacher": self.teacher,
             "workspace": self.workspace,
             "sampler": self.sampler,
@@ -148,8 +157,7 @@ def plan_memory(
     """
     states = num_slots * footprint.slot
     adapters = adapter_slots * footprint.adapter_slot
-    fixed = footprint.weights + footprint.workspace + footprint.sampler + footprint.graphs + footprint.teacher
-    left = budget - fixed - states - adapters
+    left = budget - footprint.fixed - states - adapters
     training = training_bytes
     if training is None:
         training = max(0, int(left * _TRAINING_SHARE), min(training_floor, left // 2))
@@ -170,6 +178,7 @@ def plan_memory(
         sampler=footprint.sampler,
         graphs=footprint.graphs,
         teacher=footprint.teacher,
+        copies=footprint.copies,
     )
     if plan.total > budget:
         raise DoesNotFit(

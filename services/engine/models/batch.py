@@ -35,6 +35,8 @@ class ForwardBatch:
     """[S] tokens of each sequence already in the cache. 0: the state slot holds garbage and must be treated as zero."""
     logit_rows: Tensor
     """[R] int64: rows of the flat batch whose hidden state is returned."""
+    verifies: bool = False
+    """True if all sequences decode, some with draft tokens behind their newest one."""
 
 
 @dataclass(frozen=True, slots=True)

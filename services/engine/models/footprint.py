@@ -15,6 +15,7 @@ from kernels.quantize import GROUP
 from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.errors import InvalidRequest
 from services.engine.models.config import ModelConfig
+from services.engine.models.weights.prompts import NONE, PromptProducts
 
 Quantization = Literal["none", "fp8", "int4"]
 _HEAD_COPY_BYTES = 64 * 2**20
@@ -33,15 +34,26 @@ class Storage:
     """Products do not depend on how many rows they have."""
     int4_draft_head: bool = False
     """The mtp layer draws draft tokens through an int4 copy of the head, which is read in a quarter of the time."""
+    prompts: PromptProducts = NONE
+    """Products of prompts that are computed with float8 copies of their matrices."""
 
     def has_draft_head(self, config: ModelConfig, itemsize: int) -> bool:
         """True if a model of numbers of ``itemsize`` bytes that has the mtp layer has that copy."""
         return self.int4_draft_head and itemsize == 2 and config.hidden_size % GROUP == 0
 
     def check(self, config: ModelConfig) -> None:
-        """Raises InvalidRequest if groups of numbers do not divide the inputs of a matrix."""
+        """Raises InvalidRequest if groups of numbers do not divide the inputs of a matrix, or prompts
+        cannot be computed as they are to be."""
         if self.quantization == "none":
+            self.prompts.check(config, GROUP)
             return
+        if self.prompts:
+            raise InvalidRequest(
+                f"TEMPER_PREFILL_FLOAT8={self.prompts} is for weights in the model's dtype, and these are "
+                f"{self.quantization} (an fp8 model computes its prompts in float8 anyway): set it to none, or "
+                "TEMPER_QUANTIZATION=none",
+                param="prefill_float8",
+            )
         for layer in range(config.num_layers):
             shapes = config.linear_shapes(layer) | config.expert_shapes(layer)
             for module, (*_, into) in shapes.items():
@@ -111,14 +123,19 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
     return total + embedding * (2 if own_head else 1)
 
 
+def float8_prompt_bytes(config: ModelConfig, formats: Formats) -> int:
+    """Bytes of the float8 copies of matrices that prompts are multiplied with."""
+    return sum(matrix_bytes(*shape, 1, "fp8") for _, _, shape in formats.storage.prompts.matrices(config))
+
+
 def float8_training_bytes(config: ModelConfig, formats: Formats) -> int:
     """Bytes of the float8 copies of the layers' matrices that training multiplies with, transposed and not; of a float8
-    model's own matrices only the transposed ones are copies. Experts have none.
+    model's own matrices only the transposed ones are copies, and so where prompts have the others. Experts have none.
 
     Raises:
         InvalidRequest: groups of numbers do not divide the inputs of a matrix.
     """
-    total = 0
+    total = -float8_prompt_bytes(config, formats)
     for layer in range(config.num_layers):
         shapes = config.linear_shapes(layer)
         for group in config.linear_groups(layer).values():

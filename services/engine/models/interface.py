@@ -56,6 +56,11 @@ class DeviceForward(Protocol):
         that is decided by more than each product's own rows."""
         ...
 
+    @property
+    def prompts_apart(self) -> int:
+        """Fewest rows of prompts in a step from which on its decodes are computed apart from them; 0: never."""
+        ...
+
     def one_of_each_layer(self) -> Self:
         """A forward of the first layers only that launches every kernel."""
         ...

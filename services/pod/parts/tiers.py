@@ -23,11 +23,13 @@ log = structlog.get_logger(__name__)
 
 
 def cache_identity(settings: EngineSettings, config: ModelConfig, base_digest: str) -> str:
-    """Hash of what KV and states depend on beside their own formats: the checkpoint, how its weights are stored, and a
-    rotation that the checkpoint's digest leaves out."""
+    """Hash of what KV and states depend on beside their own formats: the checkpoint, how its weights are stored, what
+    is computed in float8, and a rotation that the checkpoint's digest leaves out."""
     parts: tuple[object, ...] = (base_digest, settings.quantization, settings.speculative, settings.batch_invariant)
     if settings.drafter_form.block:
         parts = (*parts, str(settings.drafter_form))  # its layers have keys and values
+    if settings.prefill_float8 != "none":
+        parts = (*parts, settings.prefill_float8, settings.prefill_float8_rows)
     if rotation := config.rotation_identity():
         parts = (*parts, rotation)
     return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()

@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.errors import InvalidRequest
+from services.engine.models.registry import read_config
 from services.engine.settings import MOST_DRAFTED_ON_GPU, EngineSettings
-from services.pod.parts.tiers import tier_limits
+from services.pod.parts.tiers import cache_identity, tier_limits
 
 
 def test_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +41,21 @@ def test_zero_means_by_device() -> None:
     cpu, cuda = EngineSettings().for_device("cpu"), EngineSettings().for_device("cuda")
     assert (cpu.max_num_seqs, cpu.token_budget, cpu.mixed_prefill_tokens) == (64, 512, 512)
     assert (cuda.max_num_seqs, cuda.token_budget, cuda.mixed_prefill_tokens) == (256, 8192, 3840)
+    assert (cpu.prefill_float8_rows, cuda.prefill_float8_rows) == (64, 1024)
+
+
+def test_caches_of_prompts_that_are_computed_otherwise_are_others() -> None:
+    """Engines share the store's entries by this name; without the option it is what it was before there was one."""
+    config = read_config(Path("models/tiny"))
+    given = (
+        {},
+        {"prefill_float8": "mlp"},
+        {"prefill_float8": "all"},
+        {"prefill_float8": "all", "prefill_float8_rows": 9},
+    )
+    names = [cache_identity(EngineSettings(**each).for_device("cpu"), config, "digest") for each in given]
+    assert len(set(names)) == len(names)
+    assert names[0] == cache_identity(EngineSettings(prefill_float8_rows=9).for_device("cpu"), config, "digest")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -62,6 +62,8 @@ def test_signs_of_answers() -> None:
     assert calls_of([TextDelta("so"), good, rest], cut_off=False) == (True, False)
     assert calls_of([good], cut_off=False) == (True, True)
     assert calls_of([good], cut_off=True) == (True, False)
+    deep = ToolDelta(0, arguments="[" * 100_000 + "]" * 100_000 + "}")
+    assert calls_of([good, deep], cut_off=False) == (True, True), "no client reads it"
     assert calls_of([TextDelta("<tool_"), TextDelta("call>x")], cut_off=False) == (True, True)
     assert calls_of([TextDelta("<tool_call>", reasoning=True)], cut_off=False) == (False, False)
     answer = AnswerInCanary()

@@ -74,6 +74,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         (CPU, {"state_dtype": "bfloat16"}, "TEMPER_STATE_DTYPE=bfloat16 needs a GPU"),
         (CPU, {"batch_invariant": True}, "TEMPER_BATCH_INVARIANT=true needs a GPU"),
         (CPU, {"train_float8": True}, "TEMPER_TRAIN_FLOAT8=true needs a GPU.*leave it at false"),
+        (A100, {"prefill_float8": "mlp"}, r"TEMPER_PREFILL_FLOAT8=mlp needs .* 8\.9.*set it to none"),
         (A100, {"train_float8": True}, r"TEMPER_TRAIN_FLOAT8=true needs .* 8\.9.*unset it"),
         (A100, {"quantization": "fp8"}, r"needs compute capability 8\.9 or higher, NVIDIA A100 has .* 8\.0; use int4"),
         (A100, {"kv_cache_dtype": "fp8"}, r"TEMPER_KV_CACHE_DTYPE=fp8 needs .* 8\.9.*use auto"),

@@ -209,10 +209,18 @@ def test_quantized_sizes() -> None:
     # Layers 3.57 G numbers; embedding bf16 1.27 GB; head fp8 0.64 GB beside it.
     assert weights(quantization="fp8") == pytest.approx(3.57 + 1.27 + 0.64, abs=0.02)
     assert weights(quantization="int4") == pytest.approx(3.57 * (0.5 + 3 / 128) + 1.27 + 0.64, abs=0.02)
-    # A byte a number in each direction; an fp8 model has one of them.
-    assert weights(train_float8=True) - weights() == pytest.approx(2 * 3.57, abs=0.02)
-    assert weights(train_float8=True, quantization="fp8") - weights(quantization="fp8") == pytest.approx(3.57, abs=0.02)
-    assert weights(train_float8=True, trainer=False) == weights(), "nobody trains"
+
+    def copies(**given: object) -> float:
+        return footprint(QWEN_4B, settings(**given).for_device("cuda"), BF16, H200).copies / 1e9
+
+    # A byte a number in each direction; an fp8 model has one of them, and prompts may have it.
+    assert copies() == copies(train_float8=True, trainer=False) == 0, "nobody trains"
+    assert copies(train_float8=True) == pytest.approx(2 * 3.57, abs=0.02)
+    assert copies(train_float8=True, quantization="fp8") == pytest.approx(3.57, abs=0.02)
+    assert copies(prefill_float8="all") == pytest.approx(3.57, abs=0.02)
+    assert copies(prefill_float8="mlp") == pytest.approx(32 * 3 * 2560 * 9216 / 1e9, abs=0.02)
+    for choice in ("all", "mlp:0-15"):
+        assert copies(prefill_float8=choice, train_float8=True) == copies(train_float8=True), "shared"
     half = footprint(QWEN_4B, settings(kv_cache_dtype="fp8", state_dtype="bfloat16").for_device("cuda"), BF16, H200)
     assert half.block == 16 * 8 * 2 * 4 * (256 + 4)
     assert half.slot == pytest.approx((25.1 + 4.63) * 2**20, rel=1e-3)
@@ -230,6 +238,26 @@ def test_a_mixture_of_experts_leaves_room_for_kv_on_an_80_gb_card(
     assert chosen.max_num_seqs >= 192
     assert made.capacity_tokens >= least_tokens
     assert made.training > GIB
+
+
+def test_copies_are_a_part_of_the_plan_and_of_what_is_said_where_it_does_not_fit() -> None:
+    chosen, made = plan(QWEN_4B, settings(prefill_float8="all"), BF16, H200, 24 * GIB)
+    _, without = plan(QWEN_4B, settings(), BF16, H200, 24 * GIB)
+    assert chosen.prefill_float8_rows == 1024
+    assert made.parts()["copies"] == pytest.approx(3.57e9, rel=0.01)
+    assert without.parts()["copies"] == 0
+    assert made.kv < without.kv
+    with pytest.raises(DoesNotFit, match=r"copies +3\.3. GiB(.|\n)*TEMPER_PREFILL_FLOAT8=none \(float8 copies"):
+        plan(QWEN_4B, settings(prefill_float8="all"), BF16, H200, 12 * GIB)
+
+
+def test_prompts_that_no_step_holds_enough_of_are_refused() -> None:
+    for device, kind, rows in ((H200, "cuda", 1024), (Device("cpu"), "cpu", 64)):
+        given = settings(prefill_float8="mlp", token_budget=rows, max_num_seqs=4)
+        assert plan(QWEN_4B, given, BF16, device, 140 * GIB)[0].for_device(kind).prefill_float8_rows == rows
+        with pytest.raises(InvalidRequest, match=f"ROWS={rows} is above the {rows - 1} tokens of a step") as caught:
+            plan(QWEN_4B, given.model_copy(update={"token_budget": rows - 1}), BF16, device, 140 * GIB)
+        assert caught.value.param == "prefill_float8_rows"
 
 
 def test_int4_keeps_the_head_where_there_is_no_float8() -> None:

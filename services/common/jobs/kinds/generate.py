@@ -15,6 +15,7 @@ from services.common.jobs.fields.cut import Cut
 from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
 from services.common.jobs.kinds.environment import EnvironmentReward, check_tools
 from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.of_rewards.penalties import LengthPenalty
 from services.common.jobs.scorers.registry import RewardSpec, needs_answer
 from services.common.jobs.token_checks import asked_tokens, check_conversation, check_free, check_room, check_vocabulary
 from services.common.validation.json_rules import (
@@ -194,6 +195,17 @@ class GenerateSettings(SentModel):
                     )
                 if environment is not None and environment.tools is not None and prompt.tools is not None:
                     raise ValueError(f"{field}[{index}].tools: the tools of the reward are those of every prompt")
+
+    def check_used(self) -> None:
+        """Checks that every penalty may be due. Raises InvalidRequest."""
+        for index, reward in enumerate(self.reward):
+            if isinstance(reward, LengthPenalty) and reward.free >= self.most_sampled:
+                name = f"generate.reward[{index}].free"
+                raise InvalidRequest(
+                    f"{name} is {reward.free}, but the completion may have at most {self.most_sampled} tokens, so that "
+                    "the penalty would do nothing: lower free, or leave the reward out",
+                    param=name,
+                )
 
     @property
     def environment(self) -> EnvironmentReward | None:

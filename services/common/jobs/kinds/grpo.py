@@ -307,6 +307,20 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
             return ()
         return [(f"generate.reward[{index}]", reward) for index, reward in enumerate(self.generate.reward)]
 
+    def check_used(self) -> None:
+        """See JobBase. Given groups may be fewer than a step takes, as examples may be; those of a round always are as
+        many."""
+        made = self.generate
+        if made is None:
+            return
+        if self.groups_per_step is not None and self.groups_per_step > made.round_prompts:
+            raise InvalidRequest(
+                f"groups_per_step is {self.groups_per_step}, but a round has {made.round_prompts} prompts: "
+                "each is a group: lower it, or leave it out for one step a round",
+                param="groups_per_step",
+            )
+        made.check_used()
+
     def check_tokens(self, served: ServedLimits) -> None:
         """See JobBase. Rollouts are within the limits, and there is something to learn from them."""
         if self.generate is not None:

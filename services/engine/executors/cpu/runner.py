@@ -198,7 +198,7 @@ class ModelRunner:
             again.append(chunk._replace(token_ids=kept, num_draft_tokens=0))
         if again:
             again.sort(key=lambda chunk: not chunk.is_decode)
-            batch = self._batch(again)
+            batch = self._batch(again, decodes_again=True)
             self._model.forward(batch, self._cache, self._lora if batch.has_adapters else None)
 
     def _forward_links(self, batch: ForwardBatch, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, Any]:
@@ -235,7 +235,7 @@ class ModelRunner:
         if copies:
             self._model.copy_state(self._cache, [copy.source for copy in copies], [copy.target for copy in copies])
 
-    def _batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+    def _batch(self, chunks: Sequence[Chunk], *, decodes_again: bool = False) -> ForwardBatch:
         block_size = self._cache.block_size
         starts = [chunk.start for chunk in chunks]
         lengths = [len(chunk.token_ids) for chunk in chunks]
@@ -292,4 +292,5 @@ class ModelRunner:
             lengths=lengths,
             starts=starts,
             logit_rows=parts[5],
+            verifies=decodes_again or any(chunk.num_draft_tokens for chunk in chunks),
         )

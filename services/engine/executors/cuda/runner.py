@@ -211,8 +211,10 @@ class CudaRunner:
     def warm_up_shapes(self) -> list[StepShape]:
         """Shapes of this runner's warm-up; see the function of that name."""
         limits = self._limits
-        budget, differ = limits.token_budget, self.forward.rows_that_differ
-        return warm_up_shapes(self._shapes, limits.max_num_seqs, budget, draft_tokens=limits.draft_tokens, rows=differ)
+        most, differ, apart = limits.draft_tokens, self.forward.rows_that_differ, self.forward.prompts_apart
+        return warm_up_shapes(
+            self._shapes, limits.max_num_seqs, limits.token_budget, draft_tokens=most, rows=differ, apart=apart
+        )
 
     def place_decodes(self, rows: int, chunks: Sequence[Chunk]) -> None:
         """Sends decodes for run_decodes(), before requests are served. No chunks: padding, and empty block tables."""

@@ -12,7 +12,7 @@ import numpy as np
 from kernels.gpu.segments import TILE
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cuda.buffers import StepShape
-from services.engine.executors.cuda.shapes import draft_counts
+from services.engine.executors.cuda.shapes import decode_buckets, draft_counts
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
@@ -31,17 +31,24 @@ def warm_up_shapes(
     *,
     draft_tokens: int = 0,
     rows: Sequence[int] = (),
+    apart: int = 0,
 ) -> list[StepShape]:
     """Shapes whose uncaptured run compiles every variant of the kernels that serving will launch, and reserves the
     memory of the largest step: sizes of one, odd ones, multiples of 16.
 
     Args:
         rows: of DeviceForward.rows_that_differ.
+        apart: of DeviceForward.prompts_apart.
     """
     usual = (1, 7, 33, TILE, token_budget - 1, token_budget)
     sizes = sorted({size for size in (*usual, *rows) if 0 < size <= token_budget})
     extra = [StepShape.of(0, [size]) for size in sizes]
     extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in _ROWS if token_budget > 25]
+    if 0 < apart < token_budget:
+        # Decodes are then rows of products of their own, whatever their number is.
+        most = min(max_num_seqs, token_budget - apart)
+        numbers = sorted({min(number, most) for bucket in decode_buckets(most) for number in (bucket - 1, bucket)})
+        extra += [StepShape.of(number, [apart + number % 2]) for number in numbers if number]
     counts = draft_counts(draft_tokens)
     extra += [StepShape.of_groups(size, 1 + count) for size in sizes_to_try(max_num_seqs) for count in counts]
     return [*shapes, *extra]

@@ -6,10 +6,10 @@ shape is read on the device, so that a step can be captured as a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,18 @@ _GROUPS = ("in", "out", "gate_up", "down")
 """Linear layers that share an input; see lora_targets.layer_groups()."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a step that are multiplied together."""
+
+    rows: slice
+    stream: Residual
+    adapters: Tensor
+    """[rows] int32: LoRA slot of each."""
+    layers: Sequence[LayerWeights]
+    """What they are multiplied with."""
+
+
 class FusedForward:
     """Launches the kernels of a step and never waits for the device.
 
@@ -76,6 +88,7 @@ class FusedForward:
     ) -> None:
         self._config, self._weights, self._rotation = config, weights, rotation
         self._cache, self._lora = cache, lora
+        self._prompt_layers = tuple(layer.of_prompts() for layer in weights.layers)
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
         self._kernels = weights.kernels or KernelConfigs.on(weights.embedding.device)
@@ -96,7 +109,13 @@ class FusedForward:
     def rows_that_differ(self) -> tuple[int, ...]:
         """See DeviceForward."""
         experts = self._weights.layers[0].experts
-        return () if experts is None else self._mixture.rows_that_differ(experts)
+        differ = () if experts is None else self._mixture.rows_that_differ(experts)
+        return (*differ, self._weights.prompt_rows) if self._weights.prompt_rows else differ
+
+    @property
+    def prompts_apart(self) -> int:
+        """See DeviceForward."""
+        return self._weights.prompt_rows
 
     def one_of_each_layer(self) -> FusedForward:
         """A model of the first layers only, as many as it takes to have one of each kind behind another: it launches
@@ -119,27 +138,52 @@ class FusedForward:
             [T, hidden]: the residual stream behind the last layer, before the final norm.
         """
         eps, pdl = self._config.rms_norm_eps, self._pdl
-        x = Residual(gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._weights.embedding))
+        x = gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._weights.embedding)
+        parts = self._parts(x, rows)
         full = linear = 0
-        layers = self._weights.layers
-        for index, layer in enumerate(layers):
-            lora = self._adapters(index, rows) if adapters else {}
+        for index, layer in enumerate(self._weights.layers):
+            lora = [self._adapters(index, part.adapters, rows) if adapters else {} for part in parts]
             mixer = layer.mixer
             conv = None
             alone = rows.segments is None and rows.group == 1
-            if isinstance(mixer, DeltaNetWeights) and alone and mixer.in_proj.convolves(x.shape[0]):
+            if isinstance(mixer, DeltaNetWeights) and alone and mixer.in_proj.convolves(len(x)):
                 conv = Convolution(self._cache.conv[linear], mixer.conv, rows.slots)
             norm = Norm(layer.input_norm, eps)
-            projected = mixer.in_proj.project(x, norm=norm, lora=lora.get("in"), conv=conv, pdl=pdl)
+            # Of several parts the products go side by side into one tensor, which the mixer takes.
+            into = torch.empty(len(x), mixer.in_proj.shape[0], dtype=x.dtype, device=x.device) if parts[1:] else None
+            for part, own in zip(parts, lora, strict=True):
+                out = None if into is None else into[part.rows]
+                matrix = part.layers[index].mixer.in_proj
+                made = matrix.project(part.stream, norm=norm, lora=own.get("in"), conv=conv, out=out, pdl=pdl)
+            projected = made if into is None else into
             if isinstance(mixer, DeltaNetWeights):
                 mixed = self._delta_net(projected, conv is not None, mixer, rows, linear)
                 linear += 1
             else:
                 mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[full])
                 full += 1
-            following = layers[index + 1] if index + 1 < len(layers) else None
-            self._rest_of_layer(x, mixed, layer, lora, following, joined=rows.mixed)
-        return x.settled()
+            for part, own in zip(parts, lora, strict=True):
+                following = part.layers[index + 1] if index + 1 < len(self._weights.layers) else None
+                here = part.layers[index]
+                self._rest_of_layer(part.stream, mixed[part.rows], here, own, following, joined=rows.mixed)
+        for part in parts:
+            part.stream.settled()
+        return x
+
+    def _parts(self, x: Tensor, rows: StepRows) -> list[_Part]:
+        """Rows of a step that are multiplied together: all of them, or decodes apart from prompts where these are
+        multiplied with copies."""
+        decodes, layers = rows.decodes, self._weights.layers
+        if rows.segments is None or not self._weights.prompts_in_float8(len(x) - decodes):
+            return [_Part(slice(None), Residual(x), rows.adapters, layers)]
+        if not decodes:
+            return [_Part(slice(None), Residual(x), rows.adapters, self._prompt_layers)]
+        # A copy, because a kernel has variants for addresses that 16 bytes do not divide.
+        ahead, behind = slice(decodes), slice(decodes, None)
+        return [
+            _Part(ahead, Residual(x[ahead]), rows.adapters[ahead], layers),
+            _Part(behind, Residual(x[behind]), rows.adapters[behind].clone(), self._prompt_layers),
+        ]
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [R, vocab] in the model's dtype from layers()' output for the rows to sample, [R, hidden]."""
@@ -233,8 +277,8 @@ class FusedForward:
         active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
         layer.down.add_to(x, active, ahead=ahead, lora=lora.get("down"), pdl=pdl)
 
-    def _adapters(self, layer: int, rows: StepRows) -> Mapping[str, LoraRows]:
-        return {group: self._lora.rows(layer, group, rows.adapters, rows.active_adapters) for group in _GROUPS}
+    def _adapters(self, layer: int, row_adapters: Tensor, rows: StepRows) -> Mapping[str, LoraRows]:
+        return {group: self._lora.rows(layer, group, row_adapters, rows.active_adapters) for group in _GROUPS}
 
     def _attention(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -10,6 +12,7 @@ from kernels.activations import swiglu
 from kernels.attention import paged_decode, paged_prefill, write_pages
 from kernels.conv1d import causal_conv_packed, causal_conv_step
 from kernels.gated_delta import chunk_gated_delta, gates, recurrent_gated_delta
+from kernels.quantize import multiply_fp8
 from kernels.rms_norm import gated_rms_norm, l2_normalize, rms_norm
 from kernels.rope import apply_rope
 from services.engine.models.lora.slots import LoraLayer
@@ -17,7 +20,7 @@ from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.experts import pass_experts
 from services.engine.models.qwen3_5.step import Step
 from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights
-from services.engine.models.weights.matrix import Matrix
+from services.engine.models.weights.matrix import Fp8Matrix, Matrix
 
 
 def decoder_layer(
@@ -36,34 +39,56 @@ def decoder_layer(
     """
     normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
     mixer = weights.mixer
-    projected = _linear(normed, mixer.in_proj, lora, "in")
+    projected = _linear(normed, mixer.in_proj, lora, "in", step)
     if isinstance(mixer, AttentionWeights):
         mixed = _attention(projected, mixer, config, step, *pools)
     else:
         mixed = _delta_net(projected, mixer, config, step, *pools)
-    x = _add_linear(x, mixed, mixer.out_proj, lora, "out")
+    x = _add_linear(x, mixed, mixer.out_proj, lora, "out", step)
     normed = rms_norm(x, weights.post_norm, config.rms_norm_eps)
-    active = swiglu(_linear(normed, weights.gate_up, lora, "gate_up"))
+    active = swiglu(_linear(normed, weights.gate_up, lora, "gate_up", step))
     if weights.experts is not None:
         chosen, gate = pass_experts(
             normed, weights.experts, lambda rows, weight, part: F.linear(rows, weight.part(part))
         )
         x, active = x + chosen, active * gate
-    return _add_linear(x, active, weights.down, lora, "down")
+    return _add_linear(x, active, weights.down, lora, "down", step)
 
 
-def _linear(x: Tensor, weight: Matrix, lora: LoraLayer | None, group: str) -> Tensor:
-    out = F.linear(x, weight.dense())
+def _linear(x: Tensor, weight: Matrix, lora: LoraLayer | None, group: str, step: Step) -> Tensor:
+    out = _by_role(step, x, weight, lambda rows: F.linear(x[rows], weight.dense()))
     if lora is not None:
         lora.add(group, x, out)
     return out
 
 
-def _add_linear(residual: Tensor, x: Tensor, weight: Matrix, lora: LoraLayer | None, group: str) -> Tensor:
-    out = torch.addmm(residual, x, weight.dense().t())
+def _add_linear(residual: Tensor, x: Tensor, weight: Matrix, lora: LoraLayer | None, group: str, step: Step) -> Tensor:
+    out = _by_role(
+        step, x, weight, lambda rows: torch.addmm(residual[rows], x[rows], weight.dense().t()), residual=residual
+    )
     if lora is not None:
         lora.add(group, x, out)
     return out
+
+
+def _by_role(
+    step: Step, x: Tensor, weight: Matrix, product: Callable[[slice], Tensor], *, residual: Tensor | None = None
+) -> Tensor:
+    """Product of all rows; decodes apart from prompts where those are multiplied with copies.
+
+    Args:
+        product: of some rows with the weight itself.
+    """
+    begin, copy = step.float8_from, weight.of_prompts()
+    if begin is None:
+        return product(slice(None))
+    prompts = slice(begin, None)
+    if copy is weight or not isinstance(copy, Fp8Matrix):
+        out = product(prompts)
+    else:
+        out = multiply_fp8(x[prompts], copy.weight)
+        out = out if residual is None else out.add_(residual[prompts])
+    return torch.cat((product(slice(begin)), out)) if begin else out
 
 
 def _attention(

@@ -193,7 +193,9 @@ class Qwen3_5(CausalLM):  # noqa: N801
 
     def _layers(self, batch: ForwardBatch, cache: CacheBuffers, lora: LoraSlots | None) -> tuple[Tensor, Step]:
         config, weights = self.config, self.weights
-        step = Step.build(batch, cache, config, self.rotation)
+        prompts = 0 if batch.verifies else len(batch.token_ids) - batch.num_decodes
+        float8 = weights.prompts_in_float8(prompts)
+        step = Step.build(batch, cache, config, self.rotation, float8_prompts=float8)
         adapters = lora.step(batch) if lora is not None and batch.has_adapters else None
         x = F.embedding(batch.token_ids, weights.embedding)
         full = linear = 0

@@ -115,4 +115,4 @@ class _Layer:
                 placed = new if order is None else new.index_select(0, torch.tensor(order, device=new.device))
                 pieces.append(placed.to(old.weight.dtype))
             begin += rows
-        return replace(old, weight=pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+        return replace(old, weight=pieces[0] if len(pieces) == 1 else torch.cat(pieces), float8=None)

@@ -95,14 +95,28 @@ class Step:
     kv_slots: Tensor
     decode: DecodePart | None
     prefill: PrefillPart | None
+    float8_from: int | None = None
+    """First row that is multiplied with the copies of matrices that have one for prompts; None: no row is."""
 
     @property
     def num_decodes(self) -> int:
         return self.decode.count if self.decode else 0
 
     @classmethod
-    def build(cls, batch: ForwardBatch, cache: CacheBuffers, config: Qwen3_5Config, rotation: Rotation) -> Step:
-        """Also zeroes the states of sequences that start now: their slots hold what another sequence left."""
+    def build(
+        cls,
+        batch: ForwardBatch,
+        cache: CacheBuffers,
+        config: Qwen3_5Config,
+        rotation: Rotation,
+        *,
+        float8_prompts: bool = False,
+    ) -> Step:
+        """Also zeroes the states of sequences that start now: their slots hold what another sequence left.
+
+        Args:
+            float8_prompts: rows of prompts are multiplied with the copies for them.
+        """
         cos, sin = rope_tables(batch.positions, rotation)
         fresh = [index for index, start in enumerate(batch.starts) if start == 0]
         if fresh:
@@ -117,6 +131,7 @@ class Step:
             kv_slots=batch.kv_slots,
             decode=_decode_part(batch, cache.block_size) if count else None,
             prefill=_prefill_part(batch, cache.block_size, config) if count < len(batch.lengths) else None,
+            float8_from=count if float8_prompts else None,
         )
 
 

@@ -6,7 +6,7 @@ tiny and the reference computes with them in float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -75,6 +75,16 @@ class LayerWeights:
     down: Matrix
     experts: ExpertWeights | None = None
 
+    def of_prompts(self) -> LayerWeights:
+        """The layer as rows of prompts pass it, where there are enough of them."""
+        mixer = self.mixer
+        return replace(
+            self,
+            mixer=replace(mixer, in_proj=mixer.in_proj.of_prompts(), out_proj=mixer.out_proj.of_prompts()),
+            gate_up=self.gate_up.of_prompts(),
+            down=self.down.of_prompts(),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class MtpWeights:
@@ -114,9 +124,16 @@ class ModelWeights:
     """None: not there, or not asked for."""
     kernels: KernelConfigs | None = None
     """Configurations of the kernels that run these weights, the matrices' own; None: those that fit the device."""
+    prompt_rows: int = 0
+    """Fewest rows of prompts in a step that are multiplied with the copies that matrices have for them; 0: none has."""
+
+    def prompts_in_float8(self, rows: int) -> bool:
+        """True if so many rows of prompts in a step are multiplied with the copies. Decodes are then multiplied apart
+        from them: their numbers do not depend on what is beside them."""
+        return 0 < self.prompt_rows <= rows
 
     def nbytes(self) -> int:
-        """Bytes of all weights, a tied head counted once."""
+        """Bytes of all weights, a tied head counted once; copies for prompts are not weights."""
         tensors = [self.embedding, self.final_norm]
         tied = isinstance(self.head, DenseMatrix) and self.head.weight.data_ptr() == self.embedding.data_ptr()
         matrices = [] if tied else [self.head]

@@ -80,9 +80,17 @@ class Matrix(ABC):
 
         return rows <= MOST_CONVOLVED and self.few(rows)
 
+    def of_prompts(self) -> Matrix:
+        """What rows of prompts are multiplied with, where there are enough of them."""
+        return self
+
     @abstractmethod
-    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
-        """``x Wᵀ`` of many rows, in x's dtype."""
+    def product(self, x: Tensor, *, out: Tensor | None = None, pdl: bool) -> Tensor:
+        """``x Wᵀ`` of many rows, in x's dtype.
+
+        Args:
+            out: where to write; None: a fresh tensor.
+        """
 
     def product_onto(self, stream: Residual, x: Tensor, *, pdl: bool) -> Tensor:
         """``stream += x Wᵀ`` of many rows. Returns the tensor that it went into, for more to be added there."""
@@ -98,6 +106,7 @@ class Matrix(ABC):
         swiglu: bool = False,
         lora: LoraRows | None = None,
         conv: Convolution | None = None,
+        out: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
         """``activation(norm(x) Wᵀ + adapters)``.
@@ -108,6 +117,7 @@ class Matrix(ABC):
             swiglu: rows are gate | up; the result is ``silu(gate) · up``, half as wide.
             lora: each row's adapter, added to the product.
             conv: what becomes of the first columns; only with as many rows as convolves() says.
+            out: [T, out], where to write; not with swiglu. None: a fresh tensor.
             pdl: let kernels start before those ahead have finished.
 
         Returns:
@@ -127,6 +137,7 @@ class Matrix(ABC):
                 swiglu=swiglu,
                 lora=lora,
                 conv=conv,
+                out=out,
                 config=self.configs.product(x.shape[0], self.weight, swiglu=swiglu),
                 invariant=self.invariant,
                 workspace=self.workspace,
@@ -135,7 +146,7 @@ class Matrix(ABC):
             )
         rows, addend = x.take() if isinstance(x, Residual) else (x, None)
         inputs = normed(rows, norm, addend, pdl=pdl)
-        result = self.product(inputs, pdl=pdl)
+        result = self.product(inputs, out=out, pdl=pdl)
         return finished(result, inputs, swiglu=swiglu, lora=lora, device=self.configs.device, pdl=pdl)
 
     def add_to(
@@ -185,6 +196,11 @@ class DenseMatrix(Matrix):
     workspace: SplitWorkspace | None = None
     invariant: bool = False
     kernels: KernelConfigs | None = None
+    float8: Fp8Matrix | None = None
+    """Copy for rows of prompts; None: they are multiplied with the weight itself."""
+
+    def of_prompts(self) -> Matrix:
+        return self if self.float8 is None else self.float8
 
     def dense(self) -> Tensor:
         return self.weight
@@ -192,11 +208,11 @@ class DenseMatrix(Matrix):
     def part(self, rows: slice) -> Tensor:
         return self.weight[rows]
 
-    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
+    def product(self, x: Tensor, *, out: Tensor | None = None, pdl: bool) -> Tensor:
         del pdl  # torch's kernels wait for those ahead
         if len(x) <= _PIECE or len(self.weight) < _WIDE:
-            return torch.mm(x, self.weight.t())
-        result = torch.empty(len(x), len(self.weight), dtype=x.dtype, device=x.device)
+            return torch.mm(x, self.weight.t(), out=out)
+        result = torch.empty(len(x), len(self.weight), dtype=x.dtype, device=x.device) if out is None else out
         for begin in range(0, len(x), _PIECE):
             torch.mm(x[begin : begin + _PIECE], self.weight.t(), out=result[begin : begin + _PIECE])
         return result
@@ -218,13 +234,14 @@ class Fp8Matrix(Matrix):
     def part(self, rows: slice) -> Tensor:
         return dequantize_fp8(Fp8Weight(self.weight.values[rows], self.weight.scale[rows]), self.dtype)
 
-    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
-        return self._product(x, None, pdl)
+    def product(self, x: Tensor, *, out: Tensor | None = None, pdl: bool) -> Tensor:
+        return self._product(x, None, out, pdl)
 
     def product_onto(self, stream: Residual, x: Tensor, *, pdl: bool) -> Tensor:
-        return self._product(x, stream.settled(), pdl)  # which costs a product of our own nothing
+        onto = stream.settled()
+        return self._product(x, onto, onto, pdl)  # which costs a product of our own nothing
 
-    def _product(self, x: Tensor, onto: Tensor | None, pdl: bool) -> Tensor:
+    def _product(self, x: Tensor, residual: Tensor | None, out: Tensor | None, pdl: bool) -> Tensor:
         from kernels.gpu.linear.fp8 import fp8_linear, quantize_rows
 
         values, scale = quantize_rows(x, pdl=pdl)
@@ -233,8 +250,8 @@ class Fp8Matrix(Matrix):
             scale,
             self.weight,
             out_dtype=x.dtype,
-            residual=onto,
-            out=onto,
+            residual=residual,
+            out=out,
             device=self.configs.device,
             pdl=pdl,
         )
@@ -257,11 +274,11 @@ class Int4Matrix(Matrix):
         packed, scale, zero = (tensor[:, rows] for tensor in self.weight.tensors())
         return dequantize_int4(Int4Weight(packed, scale, zero), self.dtype)
 
-    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
+    def product(self, x: Tensor, *, out: Tensor | None = None, pdl: bool) -> Tensor:
         from kernels.gpu.linear.int4 import dequantize
 
         del pdl  # torch's kernels wait for those ahead
-        return torch.mm(x, dequantize(self.weight, x.dtype).t())
+        return torch.mm(x, dequantize(self.weight, x.dtype).t(), out=out)
 
 
 def quantize(
@@ -272,6 +289,7 @@ def quantize(
     invariant: bool = False,
     kernels: KernelConfigs | None = None,
     least: Tensor | None = None,
+    prompts: bool = False,
 ) -> DenseMatrix | Fp8Matrix | Int4Matrix:
     """A matrix of the kind of TEMPER_QUANTIZATION.
 
@@ -279,12 +297,14 @@ def quantize(
         weight: [out, in] in the model's dtype.
         kind: "none", "fp8" or "int4".
         least: [out] float32, smallest scale of each row in fp8 (kernels.quantize.quantize_fp8).
+        prompts: with a copy in fp8 for rows of prompts, of kind "none".
 
     Raises:
         InvalidRequest: another kind, or a number of inputs that it cannot group.
     """
     if kind == "none":
-        return DenseMatrix(weight, workspace, invariant, kernels)
+        copy = Fp8Matrix(quantize_fp8(weight, least), weight.dtype, workspace, kernels=kernels) if prompts else None
+        return DenseMatrix(weight, workspace, invariant, kernels, copy)
     if kind not in ("fp8", "int4"):
         raise InvalidRequest(f"quantization must be none, fp8 or int4, got {kind!r}", param="quantization")
     try:

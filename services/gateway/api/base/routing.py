@@ -13,11 +13,12 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import NotFound
-from services.common.validation.json_text import parsed_json
+from services.common.errors import InvalidRequest, NotFound, TemperError
+from services.common.validation.json_text import RepeatedKey, parsed_json
 from services.gateway.api.base.queries import QueryNames
 from services.gateway.auth.route_permissions import PERMISSION, Permission
 from services.gateway.inference.context import InferenceContext
@@ -73,6 +74,8 @@ class _JsonRequest(Request):
         try:
             body = await self.body()
             return parsed_json(body.removeprefix(BOM_UTF8), allow_inf_nan=True)
+        except RepeatedKey as error:
+            raise InvalidRequest(str(error), param=error.place) from error
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error
 
@@ -99,7 +102,12 @@ class JsonRoute(APIRoute):
                 raise NotFound(f"no such route: {request.method} {request.url.path}")
             if request.scope["query_string"] and not (self.any_query or permission.public):
                 queries.check(request)
-            return await handler(_JsonRequest(request.scope, request.receive))
+            try:
+                return await handler(_JsonRequest(request.scope, request.receive))
+            except HTTPException as error:
+                if isinstance(error.__cause__, TemperError):  # FastAPI hides what a body raises while it is read
+                    raise error.__cause__ from None
+                raise
 
         return handle
 

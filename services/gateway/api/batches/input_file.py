@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.validation.json_text import parsed_json
+from services.common.validation.json_text import RepeatedKey, parsed_json
 from services.gateway.core.batch_queue import LineError
 
 MAX_ERRORS = 100
@@ -87,6 +87,8 @@ def parse_line(number: int, text: bytes, endpoint: str) -> Line:
     try:
         # Lines are read as routes read bodies: NaN is left to the models, which name the field.
         value: Any = parsed_json(text, allow_inf_nan=True)
+    except RepeatedKey as error:
+        raise refused("repeated_key", str(error), error.place) from error
     except ValueError as error:
         hint = "; an array's objects are written one a line" if text.lstrip().startswith(b"[") else ""
         raise refused("invalid_json_line", f"the line is not valid JSON: {str(error)[:200]}{hint}") from error

@@ -13,12 +13,13 @@ from typing import Annotated, Any
 
 from fastapi import Path, Query, Response
 from fastapi.responses import StreamingResponse
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from services.common.errors import Conflict, NewerSchema, NotFound
 from services.common.security.api_keys import ANONYMOUS
 from services.common.storage.names import REF_SCHEMA
 from services.common.storage.record_versions import PassOver
+from services.common.validation.json_text import parsed_json
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, provided
 from services.gateway.api.base.unreadable import Unreadable
@@ -155,7 +156,7 @@ def _lines(content: bytes) -> Iterator[Any]:
     for line in content.split(b"\n"):
         if line.strip():
             try:
-                value = from_json(line)
+                value = parsed_json(line, allow_inf_nan=True)
             except ValueError:
                 value = None
             yield value if isinstance(value, dict) else {}

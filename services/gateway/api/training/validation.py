@@ -69,7 +69,8 @@ def check_training_job(served: ServedModel, job: TrainingSpec) -> None:
     """Checks a job by itself, and tokenizes every example of it. Blocking: call it in a thread.
 
     Raises:
-        InvalidRequest: the rank does not fit the engines, the layers are not the model's, or see JobBase.check_tokens.
+        InvalidRequest: the rank does not fit the engines, the layers are not the model's, or see JobBase.check_used
+            and check_tokens.
     """
     info = served.info
     check_template_kwargs(job.chat_template_kwargs)
@@ -83,6 +84,7 @@ def check_training_job(served: ServedModel, job: TrainingSpec) -> None:
     check_scale(job.lora)
     _check_layers(served, job)
     check_free("chat_template_kwargs", job.chat_template_kwargs)
+    job.check_used()
     job.check_tokens(served_limits(served))
 
 

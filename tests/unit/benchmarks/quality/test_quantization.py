@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.lib.random_checkpoint import TINY, config_of, write
-from benchmarks.quality.quantization import held_out_queries, perplexity, relative_error
-from benchmarks.quality.scorers import Mode, Query, TorchScorer
+from benchmarks.quality.rounding.quantization import held_out_queries, perplexity, relative_error
+from benchmarks.quality.rounding.scorers import Mode, Query, TorchScorer
 from services.engine.models.footprint import Storage
 from services.engine.models.qwen3_5.model import Qwen3_5
 

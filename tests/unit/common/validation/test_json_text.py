@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic_core import from_json
 
-from services.common.validation.json_text import MOST_LEVELS, parsed_json
+from services.common.validation.json_text import MOST_LEVELS, RepeatedKey, parsed_json
 
 
 def nested(levels: int, inside: str = "") -> str:
@@ -48,3 +48,37 @@ def test_bytes_and_numbers_that_are_none() -> None:
     for bad in (b"[NaN]", b'"\xff"', "\ud800", f'["\ud800",{MANY}]'):
         with pytest.raises(ValueError):
             parsed_json(bad, allow_inf_nan=False)
+
+
+@pytest.mark.parametrize("inside", ["%s", f"[{MANY}, %s]"])
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('{"a": 1, "b": 2, "a": 1}', "a"),
+        ('{"a": {"b": [0, {"c": [], "\\u0063": {}}]}}', "a.b[1].c"),
+        ('{"a": 1, "A": {"": 1, "": 2}}', "A."),
+        ('{"a": "\\"a\\": 1", "' + "x" * 10_000 + '": 1, "' + "x" * 10_000 + '": 1}', "x" * 80),
+    ],
+)
+def test_a_key_that_is_there_twice_is_named(text: str, place: str, inside: str) -> None:
+    """Which of the values counts differs from reader to reader."""
+    with pytest.raises(RepeatedKey, match="is there twice: leave one of them out") as refused:
+        parsed_json(inside % text, allow_inf_nan=False)
+    assert refused.value.place.removeprefix("[1]").removeprefix(".").startswith(place)
+    assert len(refused.value.place) <= 204
+
+
+def test_what_is_no_json_is_told_before_a_key_that_is_there_twice() -> None:
+    for text, says in (
+        ('{"a": 1, "a": 2', "EOF"),
+        ('{"a": 1, "a": NaN}', "expected value"),
+        ('{"a":1,"a":' + "[" * 500, "deep"),
+    ):
+        with pytest.raises(ValueError, match=says) as refused:
+            parsed_json(text, allow_inf_nan=False)
+        assert not isinstance(refused.value, RepeatedKey)
+
+
+def test_a_key_may_be_in_many_objects() -> None:
+    text = '[{"a": 1, "b": {"a": 2}}, {"a": "a", "b": ["a", "a"]}]'
+    assert parsed_json(text, allow_inf_nan=False) == from_json(text)

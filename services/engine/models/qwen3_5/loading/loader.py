@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from services.engine.models.qwen3_5.weights import (
     MtpWeights,
 )
 from services.engine.models.weights.matrix import Matrix, quantize
+from services.engine.models.weights.prompts import Product
 from services.engine.models.weights.upload import Uploader
 
 if TYPE_CHECKING:
@@ -89,11 +91,23 @@ class _Builder:
         self._workspace = _split_workspace(device) if device.type == "cuda" else None
 
     def build(self) -> ModelWeights:
-        layers = tuple(self._layer(f"layers.{index}.", kind) for index, kind in enumerate(self._config.layer_types))
+        prompts = self._storage.prompts
+        layers = tuple(
+            self._layer(f"layers.{index}.", kind, prompts.of_layer(index))
+            for index, kind in enumerate(self._config.layer_types)
+        )
         embedding = self._copy("embed_tokens.weight", self._dtype)
         mtp = None if self._form is None else self._mtp_layer(embedding, self._form)
         head = self._head(embedding)
-        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), head, mtp, self._kernels)
+        weights = ModelWeights(
+            embedding,
+            layers,
+            self._norm("norm.weight"),
+            head,
+            mtp,
+            self._kernels,
+            prompt_rows=prompts.rows if prompts else 0,
+        )
         if self._uploader is not None:
             self._uploader.finish()
             torch.cuda.empty_cache()  # what quantizing took is free for the caches
@@ -124,15 +138,18 @@ class _Builder:
             else None,
         )
 
-    def _layer(self, prefix: str, kind: LayerType) -> LayerWeights:
+    def _layer(self, prefix: str, kind: LayerType, copied: Set[Product] = frozenset()) -> LayerWeights:
+        """A layer, whose ``copied`` products have a copy for prompts."""
         full, config = kind == "full_attention", self._config
         mlp = prefix + (SHARED if isinstance(config, Qwen3_5MoeConfig) else "mlp.")
         return LayerWeights(
             input_norm=self._norm(prefix + "input_layernorm.weight"),
-            mixer=self._attention(prefix + "self_attn.") if full else self._delta_net(prefix + "linear_attn."),
+            mixer=self._attention(prefix + "self_attn.", copied="attention" in copied)
+            if full
+            else self._delta_net(prefix + "linear_attn.", copied="linear_attention" in copied),
             post_norm=self._norm(prefix + "post_attention_layernorm.weight"),
-            gate_up=self._matrix(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-            down=self._matrix(mlp + "down_proj.weight"),
+            gate_up=self._matrix(mlp + "gate_proj.weight", mlp + "up_proj.weight", copied="mlp" in copied),
+            down=self._matrix(mlp + "down_proj.weight", copied="mlp" in copied),
             experts=self._experts(prefix, config) if isinstance(config, Qwen3_5MoeConfig) else None,
         )
 
@@ -151,7 +168,7 @@ class _Builder:
             down=stacked(DOWN),
         )
 
-    def _attention(self, prefix: str) -> AttentionWeights:
+    def _attention(self, prefix: str, *, copied: bool) -> AttentionWeights:
         config = self._config
         norms = [
             self._norm(prefix + "q_norm.weight").expand(config.num_heads, -1),
@@ -159,20 +176,22 @@ class _Builder:
         ]
         return AttentionWeights(
             in_proj=self._matrix(
-                *(f"{prefix}{name}_proj.weight" for name in "qkv"), first_rows=query_row_order(config).to(self._device)
+                *(f"{prefix}{name}_proj.weight" for name in "qkv"),
+                first_rows=query_row_order(config).to(self._device),
+                copied=copied,
             ),
             qk_norm=torch.cat(norms).contiguous(),
-            out_proj=self._matrix(prefix + "o_proj.weight"),
+            out_proj=self._matrix(prefix + "o_proj.weight", copied=copied),
         )
 
-    def _delta_net(self, prefix: str) -> DeltaNetWeights:
+    def _delta_net(self, prefix: str, *, copied: bool) -> DeltaNetWeights:
         return DeltaNetWeights(
-            in_proj=self._matrix(*(f"{prefix}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))),
+            in_proj=self._matrix(*(f"{prefix}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")), copied=copied),
             conv=self._copy(prefix + "conv1d.weight", self._dtype).squeeze(1).t().contiguous(),
             negative_a=-self._copy(prefix + "A_log", torch.float32).exp(),
             dt_bias=self._copy(prefix + "dt_bias", torch.float32),
             norm=self._copy(prefix + "norm.weight", torch.float32),
-            out_proj=self._matrix(prefix + "out_proj.weight"),
+            out_proj=self._matrix(prefix + "out_proj.weight", copied=copied),
         )
 
     def _copy(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -181,13 +200,21 @@ class _Builder:
         self._fill(name, target)
         return target
 
-    def _matrix(self, *names: str, first_rows: Tensor | None = None, kind: str = "", whole: bool = True) -> Matrix:
+    def _matrix(
+        self,
+        *names: str,
+        first_rows: Tensor | None = None,
+        kind: str = "",
+        whole: bool = True,
+        copied: bool = False,
+    ) -> Matrix:
         """The named tensors one below the other; of one with more than two dimensions all rows.
 
         Args:
             first_rows: the order of the first one's rows.
             kind: how to store them; empty: like all layers.
             whole: products are of all rows, not of a part.
+            copied: with a copy for prompts.
         """
         shapes = [self._tensors.shapes[name] for name in names]
         counts = [math.prod(shape[:-1]) for shape in shapes]
@@ -199,12 +226,18 @@ class _Builder:
             head = slice(counts[0])
             matrix[head], least[head] = matrix[head][first_rows], least[head][first_rows]
         kind = kind or self._storage.quantization
-        return self._stored(_in_memory_order(matrix) if kind == "none" and whole else matrix, kind, least)
+        placed = _in_memory_order(matrix) if kind == "none" and whole else matrix
+        return self._stored(placed, kind, least, copied=copied)
 
-    def _stored(self, matrix: Tensor, kind: str, least: Tensor | None = None) -> Matrix:
-        invariant = self._storage.invariant
+    def _stored(self, matrix: Tensor, kind: str, least: Tensor | None = None, *, copied: bool = False) -> Matrix:
         return quantize(
-            matrix, kind, workspace=self._workspace, invariant=invariant, kernels=self._kernels, least=least
+            matrix,
+            kind,
+            workspace=self._workspace,
+            invariant=self._storage.invariant,
+            kernels=self._kernels,
+            least=least,
+            prompts=copied,
         )
 
     def _fill(self, name: str, target: Tensor, scales: Tensor | None = None) -> None:

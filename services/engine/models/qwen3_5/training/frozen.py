@@ -92,7 +92,8 @@ class Float8Linear:
         """
         weight = matrix.dense()
         whole = len(weight) // GROUP * GROUP
-        forward = matrix.weight if isinstance(matrix, Fp8Matrix) else quantize_fp8(weight)
+        stored = matrix.of_prompts()  # in float8 already, if there is a copy for prompts
+        forward = stored.weight if isinstance(stored, Fp8Matrix) else quantize_fp8(weight)
         rest = weight[whole:].clone() if whole < len(weight) else None
         return cls(forward, quantize_fp8(weight[:whole].t()), rest, device)
 

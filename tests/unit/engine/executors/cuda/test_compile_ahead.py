@@ -125,7 +125,12 @@ def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "engines",
-    [["none+mtp"], ["none+block"], pytest.param(["fp8", "int4", "fp8+experts"], marks=pytest.mark.thorough)],
+    [
+        ["none+mtp"],
+        ["none+block"],
+        ["none+prompts"],
+        pytest.param(["fp8", "int4", "fp8+experts"], marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path, engines: list[str]) -> None:

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 from kernels.gpu.launch.compiler import prepare_compiler
 from services.common.adapters.drafter_form import MOST_CHAINED, MTP_FORM, DrafterForm
 from services.engine.constraints.masks import RowMasks
+from services.engine.executors.cuda.buffers import StepShape
 from services.engine.executors.cuda.compile_ahead import Target, Variant, _Nothing, recorded
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.executors.cuda.shapes import draft_buckets, draft_counts, verified_rows
@@ -34,6 +35,7 @@ from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.upload import AdapterUpload
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.moe_config import Qwen3_5MoeConfig
+from services.engine.models.weights.prompts import PromptProducts
 from services.engine.requests.prompt_scoring import PromptRead
 from services.engine.requests.request import Pooling, Request
 from services.engine.requests.sampling_params import SamplingParams
@@ -69,12 +71,13 @@ def build(config: Qwen3_5Config, quantization: str, drafter: str) -> CudaRunner:
     """A runner with everything that serving has, on the CPU.
 
     Args:
-        drafter: "mtp", "block", or anything else for none.
+        drafter: "mtp", "block", or anything else for none; "prompts": in float8.
     """
     form = DrafterForm(8, 2) if drafter == "block" else MTP_FORM
     draft_tokens = {"mtp": MOST_CHAINED, "block": MOST_DRAFTED_ON_GPU}.get(drafter, 0)
     speculative = draft_tokens > 0
-    model = random_model(config, torch.bfloat16, quantization=quantization, mtp=speculative, form=form)
+    prompts = PromptProducts.parse("all" if drafter == "prompts" else "none", rows=128)
+    model = random_model(config, torch.bfloat16, quantization=quantization, mtp=speculative, form=form, prompts=prompts)
     cache = DeviceCache.allocate(
         config,
         model.dtype,
@@ -163,6 +166,9 @@ def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
         for shape in runner._shapes:
             for adapters in (False, True):
                 runner._run_shape(shape, adapters)
+        if runner.forward.prompts_apart:
+            for decodes, length in product((1, 2, 5, 11, 23, 32), (128, 131, 200)):
+                runner._run_padding(StepShape.of(decodes, [length]), runner.forward)
         for size, count in product(draft_buckets(32), (0, *draft_counts(runner._limits.draft_tokens))):
             runner._launch(_draft_plan(size, count, 1, 16), runner.forward)
         runner._lora.load(1, random_adapter(config, 16, seed=1))

@@ -271,6 +271,23 @@ def test_what_is_nested_deeper_than_records_can_be_is_refused(
     assert LoggedRequest.parse(line.encode(), "here").tools == [most]
 
 
+@pytest.mark.parametrize(
+    ("path", "text", "param"),
+    [
+        ("chat/completions", '{"model": "m", "temperature": 0, "temperature": 2}', "temperature"),
+        ("messages", '{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "messages[0].content"),
+        ("train/sft", '{"adapter": "a", "examples": [{"prompt": "a", "p\\u0072ompt": "b"}]}', "examples[0].prompt"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(http: httpx.Client, path: str, text: str, param: str) -> None:
+    """A proxy that checks requests may see the other value."""
+    answer = http.post(f"/v1/{path}", content=text, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert f"{param} is there twice: leave one of them out" in answer.json()["error"]["message"]
+    if path != "messages":  # whose errors have no param
+        assert error_of(answer)["param"] == param
+
+
 LONG = "x" * 100_000
 
 

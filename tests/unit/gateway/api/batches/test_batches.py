@@ -101,6 +101,7 @@ def test_files_of_results_expire(batches: Batches) -> None:
         (b'{"a": "\xff"}', 1, "invalid_json_line", None),
         (b"[" * 100_000, 1, "invalid_json_line", None),
         (b"[1]", 1, "invalid_json_line", None),
+        (b'{"custom_id": "a", "body": {"model": "a", "model": "b"}}', 1, "repeated_key", "body.model"),
         (jsonl(line("a"), line("b"), line("a")), 3, "duplicate_custom_id", "custom_id"),
         (jsonl(b"\n", line("")), 2, "invalid_custom_id", "custom_id"),
         (jsonl({**line("a"), "custom_id": 5}), 1, "invalid_custom_id", "custom_id"),

@@ -268,6 +268,43 @@ def test_grpo_settings_refused(http: httpx.Client, change: dict[str, Any], says:
     assert says in f"{error['param']} {error['message']}", error
 
 
+GENERATE = {"prompts": ["2+2", "3+3"], "rounds": 1, "max_tokens": 8, "reward": {"type": "regex", "pattern": "4"}}
+LONG = {"type": "length", "free": 8, "most": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "says"),
+    [
+        ("grpo", {"generate": GENERATE, "groups_per_step": 3}, "groups_per_step", "but a round has 2 prompts"),
+        ("grpo", {"generate": GENERATE | {"reward": LONG}}, "generate.reward[0].free", "at most 8 tokens"),
+        ("sft", SFT | {"eval_every": 5}, "eval_every", "give eval_examples, or hold some examples out"),
+        ("dpo", DPO | {"eval_every": 5}, "eval_every", "would do nothing: there is nothing to evaluate on"),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(
+    running: Running, http: httpx.Client, kind: str, body: dict[str, Any], param: str, says: str
+) -> None:
+    before = len(running.queue.specs)
+    error = refusal(http.post(f"/v1/train/{kind}", json={"adapter": "bot", **body}))
+    assert error["param"] == param
+    assert says in error["message"]
+    assert len(running.queue.specs) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("grpo", {"generate": GENERATE | {"reward": LONG | {"free": 7}}, "groups_per_step": 2}),
+        ("grpo", GRPO | {"groups_per_step": 3}),
+        ("sft", SFT | {"examples": [*SFT["examples"], *SFT["examples"]], "eval_every": 5, "eval_fraction": 0.5}),
+        ("sft", SFT | {"eval_examples": SFT["examples"], "eval_every": 5}),
+    ],
+)
+def test_settings_that_do_something_are_queued(http: httpx.Client, kind: str, body: dict[str, Any]) -> None:
+    answer = http.post(f"/v1/train/{kind}", json={"adapter": "bot", **body})
+    assert answer.status_code == 202, answer.text
+
+
 def test_grpo_settings_are_queued(running: Running, http: httpx.Client) -> None:
     settings = {
         "loss_type": "gspo", "scale_rewards": False, "mismatch_correction": "sequence_mask", "mask_truncated": True,

@@ -15,6 +15,7 @@ from services.common.jobs.kinds.environment import EnvironmentReward, FailureKin
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.sample import ToolCall
 from services.common.jobs.scorers.webhook_client import SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
+from services.trainer.sampling.answers import parsed_arguments
 from services.trainer.sampling.environments.http_tools import ToolWorlds
 from services.trainer.sampling.environments.world import EnvironmentFailed, Outcome
 from tests.unit.common.jobs.scorers.test_webhook import SECRET, Reply, Seen, Server, serving
@@ -74,6 +75,17 @@ def test_wrong_arguments_are_not_sent() -> None:
     ]
 
 
+def test_arguments_that_are_nested_too_deep_are_not_sent() -> None:
+    """No reader of JSON here takes them: they are the text that the model wrote, and it reads what is wrong."""
+    text = '{"city": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    assert parsed_arguments(text) == text
+    assert parsed_arguments('{"city": []}') == {"city": []}
+    with serving(lambda _: None) as server:
+        outcome = ask(server, ToolCall("get_weather", parsed_arguments(text)))
+        assert server.seen == []
+    assert [message["content"] for message in outcome.messages] == ["error: the arguments are not those of get_weather"]
+
+
 def test_a_tool_that_refuses_is_read() -> None:
     with serving(lambda _: (404, {}, b"no such city")) as server:
         assert ask(server, CALL).messages[0]["content"] == "error: no such city"
@@ -88,8 +100,9 @@ def test_what_may_pass_is_asked_again_with_the_same_key(first: Reply | None) -> 
     assert keys[0] == keys[1]
 
 
-@pytest.mark.parametrize(("asked", "least"), [("1", 1.0), ("soon", 0.5)])
+@pytest.mark.parametrize(("asked", "least"), [("1", 1.0), ("soon", 0.5), ("86400", 1.0)])
 def test_a_tool_says_when_to_ask_again(asked: str, least: float) -> None:
+    """As long as a call may take is waited for at most."""
     replies = answering((429, {"retry-after": asked}, b""), (200, {}, b"fine"))
     times: list[float] = []
 
@@ -98,7 +111,8 @@ def test_a_tool_says_when_to_ask_again(asked: str, least: float) -> None:
         return replies(seen)
 
     with serving(answer) as server:
-        assert ask(server, CALL).messages[0]["content"] == "fine"
+        given = {"timeout_seconds": 1.0} if asked == "86400" else {}
+        assert ask(server, CALL, **given).messages[0]["content"] == "fine"
     assert times[1] - times[0] >= least
 
 

@@ -1,4 +1,4 @@
-"""Cost of quantization in quality: `python -m benchmarks.quality.quantization [--engine] [--json FILE]`.
+"""Cost of quantization in quality: `python -m benchmarks.quality.rounding.quantization [--engine] [--json FILE]`.
 
 Two figures for each way to store weights, KV and states:
 - perplexity of models/tiny on the replies of held-out conversations of its recipe (trained weights);
@@ -31,10 +31,11 @@ from benchmarks.lib.environment import environment
 from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.random_checkpoint import TINY, config_of, write
 from benchmarks.lib.recorder import describe
-from benchmarks.quality.scorers import EngineScorer, Mode, Query, TorchScorer
+from benchmarks.quality.rounding.scorers import EngineScorer, Mode, Query, TorchScorer
 from models.tiny.recipe.data import END, SKILLS, chat_template, held_out_items, prompt_text
 from services.engine.models.footprint import Storage
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.weights.prompts import PRODUCTS, PromptProducts
 
 MODES = (
     Mode(),
@@ -45,6 +46,7 @@ MODES = (
     Mode(float8_checkpoint=True),
     Mode(quantization="fp8", float8_checkpoint=True),
     Mode(quantization="int4", float8_checkpoint=True),
+    *(Mode(prefill_float8=choice) for choice in ("all", *PRODUCTS)),
 )
 ENGINE_MODES = (*MODES, Mode(state_dtype="bfloat16"))
 Score = Callable[[Sequence[Query]], list[float]]
@@ -86,7 +88,8 @@ def relative_error(logprobs: Sequence[float], reference: Sequence[float], tokens
 
 def torch_score(model: Path, mode: Mode, dtype: str, device: torch.device) -> Score:
     """The torch forward in one mode."""
-    kept = Storage(mode.quantization, float8_head=mode.quantization != "none")
+    prompts = PromptProducts.parse(mode.prefill_float8)
+    kept = Storage(mode.quantization, float8_head=mode.quantization != "none", prompts=prompts)
     loaded = Qwen3_5.from_directory(model, dtype=dtype, device=device, storage=kept)
     return TorchScorer(loaded, float8_kv=mode.kv_cache_dtype == "fp8").score
 

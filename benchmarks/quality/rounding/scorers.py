@@ -54,6 +54,8 @@ class Mode:
     state_dtype: str = "float32"
     float8_checkpoint: bool = False
     """Loaded from a checkpoint in float8, with a scale for 128 × 128 numbers."""
+    prefill_float8: str = "none"
+    """Products of prompts in float8; here of all rows, however few."""
 
     @property
     def name(self) -> str:
@@ -62,6 +64,7 @@ class Mode:
         parts[0] += " of an fp8 checkpoint" if self.float8_checkpoint else ""
         parts += ["kv fp8"] if self.kv_cache_dtype == "fp8" else []
         parts += ["state bf16"] if self.state_dtype == "bfloat16" else []
+        parts += [f"prompts {self.prefill_float8}"] if self.prefill_float8 != "none" else []
         return " + ".join(parts)
 
 
@@ -140,6 +143,8 @@ class EngineScorer:
             "quantization": mode.quantization,
             "kv_cache_dtype": mode.kv_cache_dtype,
             "state_dtype": mode.state_dtype,
+            "prefill_float8": mode.prefill_float8,
+            "prefill_float8_rows": 1,
             "prefix_cache": False,
             "max_waiting": 1_000_000,
             # A small plan, so that engines after one another fit; graphs would only take time.

@@ -1,0 +1,1 @@
+"""Cost of rounding in quality: stored weights, KV, states, products of prompts."""
