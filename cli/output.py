@@ -101,18 +101,23 @@ class Output:
             self.out.print(text, soft_wrap=True)
 
     def table(self, value: Any, columns: list[str], rows: list[list[str]], *, empty: str) -> None:
-        """``value`` with --json, else a table, or ``empty`` when it has no rows."""
+        """``value`` with --json, else a table, or ``empty`` when it has no rows; what a gateway could not read of a
+        list stands below it."""
         if self.as_json:
             self.json(value)
-        elif not rows:
+            return
+        unreadable = value.get("unreadable", []) if isinstance(value, dict) else []
+        if not rows and not unreadable:
             self.out.print(empty)
-        else:
+        elif rows:
             table = Table(box=None, header_style="bold", pad_edge=False)
             for column in columns:
                 table.add_column(column, no_wrap=True)
             for row in rows:
                 table.add_row(*(escape(cell) for cell in row))
             self.out.print(table)
+        for one in unreadable:
+            self.err.print(f"[yellow]not shown:[/] {escape(one['message'])}", soft_wrap=True)
 
 
 def _code(error: TemperError) -> ExitCode:

@@ -181,7 +181,7 @@ def straight(shared: Pod, request: pytest.FixtureRequest) -> tuple[int, Stepped]
 def test_resume_with_groups_that_wait_is_bitwise(pod: Pod, straight: tuple[int, Stepped], stop: int) -> None:
     staleness, whole = straight
     state = whole.saved[stop - 1]
-    assert any(state.data["left"].values())
+    assert any(state.data["left"].values()) or state.data["ahead"][0]["round"], "or the round ahead has taken them up"
     second = waiting(pod, staleness)
     assert second.load_state(state) == stop
     for index in range(stop, 8):
@@ -229,6 +229,7 @@ def test_rollouts_under_way_change_their_policy(pod: Pod, tmp_path: Path) -> Non
     run.close()
     for planned in run._ahead.planned:
         planned.found = None
+        del run._left[planned.number]
     run._newest = Scheduled([PolicyAt(version, policies[version]) for version in (0.25, 0.5)], every=5)
     assert_learns_as_stated(run, 1, tmp_path)
     assert isinstance(run.round, Round)

@@ -15,7 +15,7 @@ import torch
 
 from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, Unavailable
 from services.common.jobs import GrpoJob
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.judge import JudgeSpec
@@ -315,18 +315,20 @@ def test_a_step_that_is_interrupted_has_not_happened(pod: Pod, straight: Stepped
 
 def test_a_step_that_goes_on_with_its_evaluation_tells_all_of_it(pod: Pod) -> None:
     """Also behind a checkpoint: what was measured before an interruption is not lost."""
+
+    class Paused(Exception):
+        pass
+
+    def interrupt() -> None:
+        if run._evaluation_left:
+            raise Paused
+
     fields: dict[str, Any] = {"generate": {"eval_prompts": ["What is 1 + 1?"], "rounds": 1}}
-    whole = 0
-
-    def count() -> None:
-        nonlocal whole
-        whole += 1
-
     straight = prepared(pod, **fields)
-    wanted = without_times(straight.step(0, count))
+    wanted = without_times(straight.step(0))
     assert {"eval_reward_before", "eval_reward", "reward_mean", "loss", "round"} <= wanted.keys()
     run = prepared(pod, **fields)
-    with raising_after(whole - 1) as interrupt:
+    with pytest.raises(Paused):
         run.step(0, interrupt)
     state = run.state()
     assert (state.data["step"], state.data["evaluation_left"]) == (1, True)
@@ -334,6 +336,43 @@ def test_a_step_that_goes_on_with_its_evaluation_tells_all_of_it(pod: Pod) -> No
     assert again.load_state(through_a_checkpoint(state)) == 0
     for one in (run, again):
         assert without_times(one.step(0)) == wanted
+        assert all(torch.equal(*both) for both in zip(straight.lora.parameters(), one.lora.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_completions_whose_rewards_are_away_are_not_sampled_again(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """Behind a checkpoint neither: sampling may have taken minutes, and a scorer be away for long."""
+    fields: dict[str, Any] = {"generate": {"rounds": 2, "staleness": staleness}}
+    straight = prepared(pod, **fields)
+    wanted = without_times(straight.step(0))
+    straight.close()
+
+    def away(*_: Any) -> Any:
+        raise Unavailable("the scorer is away")
+
+    run = prepared(pod, **fields)
+    with monkeypatch.context() as patched:
+        patched.setattr(run._reward, "score", away)
+        with pytest.raises(Unavailable):
+            run.step(0)
+    state = run.state()
+    assert state.under_way
+    again = prepared(pod, **fields)
+    assert again.load_state(through_a_checkpoint(state)) == 0
+    for one in (run, again):
+        sample, sampled = one._sampler.sample, list[int]()
+
+        def counted(lora: Any, requests: Any, *rest: Any, sample: Any = sample, sampled: Any = sampled) -> Any:
+            sampled.append(len(requests))
+            return sample(lora, requests, *rest)
+
+        monkeypatch.setattr(one._sampler, "sample", counted)
+        found = without_times(one.step(0))
+        one.close()
+        assert sampled[0] == 0, "of the first round"
+        assert found == wanted
         assert all(torch.equal(*both) for both in zip(straight.lora.parameters(), one.lora.parameters(), strict=True))
 
 

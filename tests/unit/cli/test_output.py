@@ -138,3 +138,13 @@ def test_an_error_of_tempers_is_one_line(capsys: pytest.CaptureFixture[str], err
     said = capsys.readouterr()
     assert json.loads(said.out) == {"error": {"message": error.message}}
     assert said.err == f"error: {error.message}\n"
+
+
+@pytest.mark.parametrize("rows", [[["job-1"]], []])
+def test_what_a_list_could_not_read_is_told(capsys: pytest.CaptureFixture[str], rows: list[list[str]]) -> None:
+    answer = {"data": rows, "unreadable": [{"id": "job-2", "code": "newer_schema", "message": "job-2 has [schema] 9"}]}
+    Output(as_json=False).table(answer, ["job"], rows, empty="No jobs yet")
+    said = capsys.readouterr()
+    assert ("job-1" in said.out) == bool(rows)
+    assert "No jobs yet" not in said.out
+    assert "not shown: job-2 has [schema] 9" in said.err

@@ -82,8 +82,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         self._newest = NewestPolicy() if settings.in_flight == "change" else None
         self._round: Round | EpisodeRound | None = None
         self._left: dict[int, Sequence[Group[Any]]] = {}
-        """Groups that wait for a round, by its number. Written by whoever samples, before its round is said to be
-        sampled; the trainer's thread removes what is behind it."""
+        """Groups that wait for a round, by its number; of one that waits for its rewards, all. Written by whoever
+        samples, before its round is said to be sampled; the trainer's thread removes what is behind it."""
         self._counts: Counter[str] = Counter()
         """Rollouts of the job so far that were cut or changed their policy."""
         self._signs = RewardSigns()
@@ -290,6 +290,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         groups = [
             replace(group, members=[next(found) if one.cut else one for one in group.members]) for group in groups
         ]
+        if not changed and not any(one.cut for group in groups for one in group.members):
+            self._left[number] = groups  # scoring them may take as long: if that is interrupted, it alone is repeated
         left = parted(groups, lambda one: one.cut, self._requeues_of(number))
         completions = [one for group in left.whole for one in group.members]
         prompts = [group.prompt for group in left.whole for _ in group.members]
@@ -301,10 +303,14 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         return self._sampled_of(made, left, tokens, changed, watch)
 
     def _to_sample(self, number: int, beginning: Any) -> list[Group[Any]]:
-        """Groups of a round: those that wait for it, and its own, whose members are all ``beginning``."""
+        """Groups of a round: those that wait for it, and its own, whose members are all ``beginning``; or all of them
+        as they were sampled, if they were."""
+        waiting = self._left.get(number, ())
+        if any(group.number == number for group in waiting):
+            return list(waiting)
         members = [beginning] * self._generate.completions
         own = [Group(number, place, prompt, members) for place, prompt in enumerate(self._sampler.chosen(number))]
-        return [*self._left.get(number, ()), *own]
+        return [*waiting, *own]
 
     def _seed(self, group: Group[Any], member: int) -> int:
         """Seed of a rollout: the same in whatever round it is sampled."""
@@ -383,11 +389,12 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         tensors = {name: value for own, _ in ahead for name, value in own.items()}
         drawn = {"curriculum": self._sampler.state()} if isinstance(self._sampler, CurriculumSampler) else {}
         data = {"signs": dict(self._signs.first), **drawn} | ({"ahead": [said for _, said in ahead]} if ahead else {})
-        left = {}
+        left, whole = {}, {said["number"] for _, said in ahead if said["round"] is not None}
         # Behind the rounds ahead: what one of those leaves is there before it is sampled.
         for number, groups in list(self._left.items()):
-            own, left[str(number)] = self._groups_state(f"left.{number}.", groups)
-            tensors |= own
+            if number not in whole:
+                own, left[str(number)] = self._groups_state(f"left.{number}.", groups)
+                tensors |= own
         data |= {"left": left, "counts": dict(self._counts)}
         state = RunState(state.tensors | tensors, state.data | data)
         if self._round is None or not self._under_way:

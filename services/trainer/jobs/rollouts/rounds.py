@@ -116,10 +116,10 @@ class RoundRun(AdapterRun, Generic[P]):
         number, before = self._rounds.number(index), f"{self.measure}_before"
         if index == 0 and self._held_out and before not in self._found:
             self._found[before] = self.evaluate(interrupt)[self.measure]
+        self._found["round"] = float(number + 1)
         if self._number != number:
             self._found |= self._begin(number, interrupt)
             self._number = number
-        self._found["round"] = float(number + 1)
         super()._before(index, interrupt)
 
     @abstractmethod

@@ -29,7 +29,7 @@ from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.delta.checks import FLOAT32, check, check_chains
 from tests.kernels.gpu.delta.support import CHAINS, EPS, Chain, Mixer, chain_segments, exact_delta, mixer
 
-LONG = ([Chain(5, 2, (64, 130, 1, 200), (5, 6, 7, 2)), Chain(0, 1, (9,), (1,)), Chain(70, 3, (300,), (4,))],)
+LONG = ([Chain(5, 2, (64, 70, 1, 130), (5, 6, 7, 2)), Chain(0, 1, (9,), (1,)), Chain(70, 3, (140,), (4,))],)
 """A prompt with snapshots inside its pieces, a short one that is not cut, and one that leaves its slot alone."""
 
 

@@ -9,9 +9,12 @@ import time
 import openai
 import pytest
 from pydantic import ValidationError
+from starlette.types import Receive, Scope
+from starlette.types import Send as Answers
 
 from services.common.errors import Unavailable
 from services.common.pb import engine_pb2
+from services.gateway.api.batches import internal_client
 from services.gateway.core.batch_queue import BatchSpec
 from services.gateway.settings import GatewaySettings
 from tests.stack import PATIENCE
@@ -86,6 +89,21 @@ def test_busy_is_tried_again(batches: Batches) -> None:
     assert batch.request_counts is not None
     assert (batch.request_counts.completed, batch.request_counts.failed) == (3, 0)
     assert sorted(refused) == [0, 1, 2]
+
+
+async def test_a_retry_after_is_waited_for_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the answer says: a batch that waits for a day is as good as lost."""
+    monkeypatch.setattr(internal_client, "_LONGEST_RETRY_AFTER", 0.5)
+    statuses = [503, 200]
+
+    async def busy_once(scope: Scope, receive: Receive, send: Answers) -> None:
+        head = [(b"retry-after", b"86400")]
+        await send({"type": "http.response.start", "status": statuses.pop(0), "headers": head})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    caller = internal_client.Caller(busy_once, priority=0, endpoints={}, has_room=lambda: True)  # type: ignore[arg-type]
+    answer = await asyncio.wait_for(caller.call(CHAT, {}, owner="me", request_id="r"), PATIENCE)
+    assert (answer.status, statuses) == (200, [])
 
 
 def test_too_late_is_tried_again_but_not_for_ever(batches: Batches) -> None:
