@@ -47,10 +47,15 @@ class Player:
 
     Args:
         pools: one a gateway; requests take them in turn, as a balancer in front gives them out.
+        request_seconds: for which a gateway's process is busy with a request before it chooses an engine: so many that
+            come at once are sent one after the other.
     """
 
-    def __init__(self, pools: Sequence[EnginePool]) -> None:
+    def __init__(self, pools: Sequence[EnginePool], request_seconds: float = 0.0) -> None:
         self._pools = pools
+        self._request_seconds = request_seconds
+        self._busy_until = [0.0] * len(pools)
+        """Loop time at which each gateway is done with the requests that it has."""
         self._turn = 0
         self._until = float("inf")
         self.answers: list[Answered] = []
@@ -98,9 +103,12 @@ class Player:
         found = [Answered(name, loop.time(), len(prompt)) for name in names]
         self.answers += found
         requests = [_request(session, turn, *each, prompt) for each in zip(names, turn.outputs, strict=True)]
-        pool = self._pools[self._turn % len(self._pools)]
+        gateway = self._turn % len(self._pools)
         self._turn += 1
-        return await self._receive(pool, requests, [prompt], found)
+        if self._request_seconds:
+            self._busy_until[gateway] = max(loop.time(), self._busy_until[gateway]) + self._request_seconds
+            await asyncio.sleep(self._busy_until[gateway] - loop.time())
+        return await self._receive(self._pools[gateway], requests, [prompt], found)
 
     def _begun(self, found: Answered) -> None:
         """The first token of an answer has come."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from benchmarks.fleet.figures import beside_ideal, described, first_tokens, loss, percentile, throughput
 from benchmarks.fleet.ideal import ideal
-from benchmarks.fleet.simulation import Fleet, Setting, only_errors, played, simulate
+from benchmarks.fleet.player import Player
+from benchmarks.fleet.simulation import GATEWAY_SECONDS, Fleet, Setting, only_errors, played, simulate
 from benchmarks.fleet.subject import Subject
 from benchmarks.fleet.traces import SHAPES, Session, adapter_names, draw
 from benchmarks.fleet.virtual import clock
@@ -168,7 +169,10 @@ def _spread(setting: Setting, sessions: Sequence[Session], name: str, *, everywh
             await asyncio.sleep(_SPREAD_SECONDS)
             flips.extend(one.flipped.get(version, float("inf")) - began for one in had)
 
-        outcome = await played(fleet, sessions, setting.seconds, lambda _fleet: [(setting.seconds / 2, publish)])
+        player = Player(fleet.pools, GATEWAY_SECONDS)
+        outcome = await played(
+            fleet, sessions, setting.seconds, lambda _fleet: [(setting.seconds / 2, publish)], player
+        )
         return {
             "engines_with_it": len(flips),
             "everywhere_s": round(max(flips), 3),

@@ -1,7 +1,8 @@
 """Load of the streams to an engine: what each gateway's requests are to it, and what the others are told of them.
 
 Gateways choose engines by what waits there. A request with much to compute is told at once to all that did not send it,
-and again when it has its first token: until they next ask for the status, they would send theirs behind it.
+and again when it has its first token, and so are many requests that have come or ended: until they next ask for the
+status, they would send theirs behind them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from services.common.pb import engine_pb2 as pb
 
 MUCH_PREFILL = 512
 """Prompt tokens to compute that are told at once: some 10 ms of a large model."""
+MANY_REQUESTS = 8
+"""Requests of a stream, come or ended since the others last heard of it, that are told at once: half of the choices of
+a prompt that are sent together, of which the first tells what they compute but not how many they are."""
 
 
 @dataclass(slots=True)
@@ -78,6 +82,8 @@ class StreamLoad:
         self._own = Load()
         self._prefill: dict[str, int] = {}
         """Prompt tokens of each request; 0 once it has a token."""
+        self._untold = 0
+        """Requests that have come, less those that have ended, since the other streams were told."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._prefill
@@ -118,5 +124,7 @@ class StreamLoad:
     def _change(self, requests: int, prefill: int, hashes: bytes = b"") -> None:
         for load in (self._own, self._loads.total):
             load.add(requests, prefill)
-        if abs(prefill) >= MUCH_PREFILL:
+        self._untold += requests
+        if abs(prefill) >= MUCH_PREFILL or abs(self._untold) >= MANY_REQUESTS:
+            self._untold = 0
             self._loads.changed(self, hashes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.pb import engine_pb2 as pb
-from services.engine.server.stream_load import MUCH_PREFILL, Load, StreamLoads
+from services.engine.server.stream_load import MANY_REQUESTS, MUCH_PREFILL, Load, StreamLoads
 
 
 def asked(name: str, prefill: int, hashes: bytes = b"") -> pb.GenerateRequest:
@@ -49,6 +49,21 @@ def test_much_to_compute_is_told_at_once_and_when_it_is_computed() -> None:
     one.close()
     assert told == {"one": [], "other": [b"12345678", b""]}, "who has gone is told nothing"
     assert loads.total == Load()
+
+
+def test_many_requests_are_told_at_once_and_when_they_have_ended() -> None:
+    """The choices of a prompt: only the first has much to compute, and how many they are nobody else would know."""
+    loads = StreamLoads()
+    told: list[Load] = []
+    one, other = loads.open(), loads.open(lambda _hashes: told.append(other.others))
+    one.submitted(asked("first", MUCH_PREFILL))
+    for name in range(15):
+        one.submitted(asked(str(name), 0))
+    for name in range(15):
+        one.ended(str(name))
+    one.ended("first")
+    assert [load.requests for load in told] == [1, 1 + MANY_REQUESTS, 1, 0]
+    assert told[-1].prefill == 0
 
 
 def test_a_request_is_no_more_load_than_its_prompt() -> None:

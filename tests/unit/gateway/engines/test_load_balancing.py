@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.pb import engine_pb2
-from services.gateway.engines.load_balancing import Affinity, Candidate, Route, allowance, choose, route_of, share
+from services.gateway.engines.load_balancing import (
+    Affinity,
+    Candidate,
+    Route,
+    allowance,
+    attracts,
+    choose,
+    route_of,
+    share,
+)
 from services.gateway.engines.prefix_index import BLOCK_TOKENS, Prediction, PrefixIndex, hash_chain, joined
 
 CANDIDATES = st.lists(
@@ -50,7 +59,7 @@ def test_the_chosen_engine_has_room(candidates: list[Candidate], route: Route, s
     if session is not None:
         assert reason == "session"
     elif reason == "prefix":
-        assert chosen.matched
+        assert attracts(chosen, min(candidate.load for candidate in candidates))
     elif reason == "adapter":
         assert chosen.holds
 
@@ -73,9 +82,11 @@ def test_an_engine_with_room_that_has_more_of_the_prompt_is_not_passed_over(
     if route.adapter and any(c.holds for c in roomy):
         assert chosen.holds
         roomy = [c for c in roomy if c.holds]
-    assert chosen.matched == max(c.matched for c in roomy)
-    if chosen.matched:
-        assert chosen.load == min(c.load for c in roomy if c.matched == chosen.matched)
+    least = min(c.load for c in roomy)
+    worth = [c for c in roomy if attracts(c, least)]
+    if worth:
+        assert chosen.matched == max(c.matched for c in worth)
+        assert chosen.load == min(c.load for c in worth if c.matched == chosen.matched)
 
 
 @settings(max_examples=40)
@@ -110,6 +121,18 @@ def test_one_hot_prompt_or_adapter_spreads_at_the_bound(adapter: str) -> None:
             assert len(loads) == 1, "a few stay together: what is there is worth more than an idle engine"
     assert len(loads) == 4
     assert max(loads.values()) <= 1.25 * 400 / 4 + 6
+
+
+@pytest.mark.parametrize(("blocks", "stays"), [(1, False), (100, True)])
+def test_what_all_prompts_begin_with_attracts_nobody_past_an_idle_engine(blocks: int, stays: bool) -> None:
+    """All gateways hear at once that an engine has the beginning, and so far of one request there: if it were enough,
+    all would send theirs. A longer one is worth going behind that request for."""
+    where = route(list(range(blocks * BLOCK_TOKENS)))
+    told = Candidate("told", 3.0, matched=blocks)
+    others = [Candidate(f"e{number}", load) for number, load in enumerate([0.0] * 3 + [20.0] * 3)]
+    address, reason = choose([told, *others], where)
+    assert reason == ("prefix" if stays else "hash")
+    assert address == "told" or not stays
 
 
 def test_a_match_is_worth_the_work_it_saves() -> None:
