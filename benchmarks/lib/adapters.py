@@ -11,6 +11,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest, Pointers
 from services.common.errors import ModelNotFound
 from services.common.jobs import LoraSettings
+from services.common.storage.record_versions import PassOver
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora.trainable import LoraParams
 
@@ -57,7 +58,7 @@ class GeneratedAdapters(AdapterRegistry):
     def attached(self) -> AdapterVersion | None:
         return None
 
-    def pointers(self) -> Pointers:
+    def pointers(self, pass_over: PassOver | None = None) -> Pointers:
         with self._lock:
             return Pointers(None, dict(self._current), repr(sorted(self._current.items())))
 
