@@ -175,8 +175,10 @@ def no_products() -> AbstractContextManager[None]:
 
 
 def _not_multiplied(name: str, _original: Any, *args: Any, **given: Any) -> Any:
-    if name == "addmm_" or "out" in given:
-        return given.get("out", args[0])
+    if name == "addmm_":
+        return args[0]
+    if given.get("out") is not None:
+        return given["out"]
     left, right = args[1:3] if name == "addmm" else args[:2]
     columns = right.shape[0] if name == "linear" else right.shape[1]
     return torch.empty(*left.shape[:-1], columns, dtype=left.dtype, device=left.device)

@@ -288,9 +288,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_next_gateway_hands_on_what_a_killed_one_left(gateway: Gateway, log: RequestLog, tmp_path: Path) -> None:
     died = subprocess.run([sys.executable, "-c", DIES, str(tmp_path / "spool")], timeout=PATIENCE, check=False)
     assert died.returncode == -signal.SIGKILL
-    gateway()
+    running, _ = gateway()
     assert {one.id for one in logged(log, 5)} == {f"chatcmpl-{number}" for number in range(5)}
-    assert not list((tmp_path / "spool").glob("*.part"))
+    running.wait_for(lambda: not list((tmp_path / "spool").glob("*.part")))
 
 
 def test_a_redis_that_has_lost_everything_is_told_again(gateway: Gateway, log: RequestLog, raw: redis.Redis) -> None:

@@ -25,11 +25,11 @@ TOKENS_PER_REQUEST = 256
 sequence in some hundred steps of decoding."""
 _ADAPTER_REQUESTS = 4.0
 """Requests that an engine may have above its share before its adapter is loaded into another one as well."""
-_MATCH_WORTH = 4.0
+_MATCH_WORTH = 8.0
 """Requests that a prompt may find before it, more than at the least loaded engine, for each that its match saves. Work
 that is saved is saved for all who come later; but whatever many prompts begin with is not worth a queue: all gateways
 hear at the same time who has it, and would send theirs there."""
-_LEAST_SAVED = 0.5
+_LEAST_SAVED = 0.75
 """Requests that a match saves at least to be looked at: loads are not known better."""
 _KEY_TOKENS = 128
 

@@ -121,10 +121,13 @@ class Spool:
         yield None
 
     def _begin(self, at: float) -> str:
-        part = part_name(at)
-        file = self._directory / (part.replace("/", "-") + _SUFFIX)
-        handle = file.open("xb")
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        while True:
+            part = part_name(at)
+            handle = (self._directory / (part.replace("/", "-") + _SUFFIX)).open("xb")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle.fileno()).st_nlink:
+                break
+            handle.close()  # a reader came between the file and its lock, found nothing in it and removed it
         self._file, self._began, self._size = handle, time.monotonic(), 0
         return part
 

@@ -174,7 +174,7 @@ def _unless_large(name: str, original: Any, *args: Any, **given: Any) -> Any:
         made = torch.empty(*args, **given)
         return made if made.numel() > _LARGE else original(*args, **given)
     first = args[0]
-    if first.numel() <= _LARGE or "out" in given:
+    if first.numel() <= _LARGE or given.get("out") is not None:
         return original(*args, **given)
     if name in _CHANGED:
         return first

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -64,6 +66,28 @@ def test_the_spool_hands_on_what_is_complete(tmp_path: Path) -> None:
     with other.next() as found:
         assert found is None
     assert spool.has_room()
+
+
+def test_a_reader_between_a_part_and_its_lock_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds a file that nobody has locked, with nothing in it, and removes it."""
+    spool, other = Spool(tmp_path / "spool", 2**20), Spool(tmp_path / "spool", 2**20)
+    lock, came = fcntl.flock, []
+
+    def flock(handle: Any, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and not came:
+            came.append(True)
+            with other.next() as found:
+                assert found is not None
+                assert not found.requests
+        lock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    spool.append([(Entry("a", 1.0, ""), b"{}")])
+    spool.complete()
+    with other.next() as found:
+        assert came
+        assert found is not None
+        assert [entry.id for entry, _ in found.requests] == ["a"]
 
 
 def test_a_large_part_is_complete(tmp_path: Path) -> None:
