@@ -43,6 +43,7 @@ class RestartPolicy:
         alarm_after: failures in a row from which on each is told as a loop of crashes, with its last log lines.
         start_attempts: failures before it was ever ready; a process that cannot start has a reason that a retry
             does not cure.
+        start_crashes: the same where a signal ended it: a crash is often none that comes again.
     """
 
     first_delay: float = 0.5
@@ -50,12 +51,13 @@ class RestartPolicy:
     stable_after: float = 10.0
     alarm_after: int = 5
     start_attempts: int = 1
+    start_crashes: int = 3
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_delay <= self.longest_delay:
             raise ValueError("first_delay must be between 0 and longest_delay")
-        if self.alarm_after < 1 or self.start_attempts < 1:
-            raise ValueError("alarm_after and start_attempts must be at least 1")
+        if min(self.alarm_after, self.start_attempts, self.start_crashes) < 1:
+            raise ValueError("alarm_after, start_attempts and start_crashes must be at least 1")
 
     def delay(self, failures: int) -> float:
         """Seconds to wait after this many failures in a row."""
@@ -279,7 +281,8 @@ class Supervisor:
     def _watch(self, runner: _Runner, now: float) -> None:
         process = runner.process
         if process is None or process.poll() is not None:
-            self._died(runner, now, runner.describe_exit())
+            crashed = process is not None and process.returncode < 0
+            self._died(runner, now, runner.describe_exit(), crashed=crashed)
         elif runner.phase is Phase.STARTING:
             problem = runner.service.health()
             if problem is None:
@@ -298,7 +301,7 @@ class Supervisor:
                 _kill(process)
                 self._died(runner, now, f"{runner.service.name} hangs and was killed: {problem}")
 
-    def _died(self, runner: _Runner, now: float, reason: str) -> None:
+    def _died(self, runner: _Runner, now: float, reason: str, *, crashed: bool = False) -> None:
         service, policy = runner.service, runner.service.restart
         if runner.phase is Phase.READY and now - runner.since >= policy.stable_after:
             runner.failures = 0
@@ -317,7 +320,8 @@ class Supervisor:
             return
         runner.failures += 1
         times = "" if runner.failures == 1 else f" ({runner.failures} times in a row)"
-        if not runner.was_ready and runner.failures >= policy.start_attempts:
+        attempts = max(policy.start_attempts, policy.start_crashes) if crashed else policy.start_attempts
+        if not runner.was_ready and runner.failures >= attempts:
             raise ServiceFailed(f"{reason}{times}; its last words:{runner.last_words()}")
         delay = policy.delay(runner.failures)
         runner.retry_at = now + delay

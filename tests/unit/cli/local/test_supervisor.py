@@ -191,6 +191,30 @@ def test_what_has_never_worked_is_given_up(tmp_path: Path) -> None:
     assert order(events, Phase.STARTING) == ["broken"] * 3
 
 
+@pytest.mark.parametrize("crashes", [2, 3])
+def test_a_start_that_a_signal_ended_is_tried_again(tmp_path: Path, crashes: int) -> None:
+    code = (
+        "import os,pathlib,sys,time; tries,flag=map(pathlib.Path,sys.argv[1:3]); tries.open('a').write('.')\n"
+        "if len(tries.read_text()) <= int(sys.argv[3]): os.abort()\n"
+        "flag.touch(); time.sleep(60)"
+    )
+    service = Service(
+        name="shaky",
+        argv=python(code, tmp_path / "tries", tmp_path / "flag", crashes),
+        log=tmp_path / "shaky.log",
+        health=exists(tmp_path / "flag"),
+        restart=RestartPolicy(first_delay=0.01, longest_delay=0.01),
+    )
+    supervisor, events = supervise(service)
+    if crashes < 3:
+        supervisor.run(supervisor.request_stop)
+        assert order(events, Phase.READY) == ["shaky"]
+    else:
+        with pytest.raises(ServiceFailed, match=r"killed by signal 6 \(3 times in a row"):
+            supervisor.run(lambda: None)
+    assert order(events, Phase.STARTING) == ["shaky"] * 3
+
+
 def test_a_process_waits_for_what_it_needs(tmp_path: Path) -> None:
     """The engine ends without its store, and is killed with it again and again: no failure of its own."""
     store = sleeper(tmp_path, "store", restart=RestartPolicy(first_delay=0.2, longest_delay=0.2))
@@ -341,17 +365,15 @@ def test_backoff_doubles_up_to_its_limit() -> None:
 
 def test_a_log_is_bounded_while_its_process_runs(tmp_path: Path) -> None:
     writer = "import sys,time\nwhile True:\n  print('x' * 99, flush=True)\n  time.sleep(0.001)"
-    log = tmp_path / "writer.log"
+    log, kept = tmp_path / "writer.log", tmp_path / "writer.1.log"
     service = Service("writer", python(writer), log, lambda: None, log_bytes=20_000)
     supervisor, _ = supervise(service)
     sizes: list[int] = []
 
     def watch() -> None:
         try:
-            wait_until(lambda: (tmp_path / "writer.1.log").exists())
-            kept = (tmp_path / "writer.1.log").stat().st_size
-            wait_until(lambda: 0 < log.stat().st_size < kept)
-            sizes.append(kept)
+            wait_until(lambda: kept.exists() and 0 < log.stat().st_size < kept.stat().st_size)
+            sizes.append(kept.stat().st_size)
         finally:
             supervisor.request_stop()
 
@@ -359,4 +381,4 @@ def test_a_log_is_bounded_while_its_process_runs(tmp_path: Path) -> None:
     supervisor.run(thread.start)
     thread.join()
     assert sizes[0] > 20_000
-    assert (tmp_path / "writer.1.log").read_text().startswith("xxx")
+    assert kept.read_text().startswith("xxx")
