@@ -63,6 +63,10 @@ class LeftOut:
 
     convolves = few
 
+    def of_prompts(self) -> LeftOut:
+        """What rows of prompts are multiplied with: nothing, either."""
+        return self
+
 
 class DecodeStep:
     """Rows of one decode step, of sequences of one length, each with a state slot and pages of its own.
