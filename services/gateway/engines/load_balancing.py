@@ -1,8 +1,8 @@
 """Load balancing: which engine answers a request.
 
 The session's engine answers, else one that has the adapter, else the one with the longest part of the prompt in its
-cache, else any, by consistent hashing; and never one that has much more to do than the others. The choice is pure:
-everything that is known about engines comes in, an address comes out.
+cache, if that is worth going there for, else any, by consistent hashing; and never one that has much more to do than
+the others. The choice is pure: everything that is known about engines comes in, an address comes out.
 """
 
 from __future__ import annotations
