@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.gateway.api.adapters.files import MAX_CONFIG_BYTES
@@ -139,9 +140,11 @@ def test_a_directory_is_served_from_the_start_by_all_replicas(start: Starter, ro
     with ThreadPoolExecutor() as threads:
         answers = threads.map(lambda client: load(client, "three", root / "two"), clients)
     assert 200 in [answer.status_code for answer in answers]
-    third = start(FakeEngine(), adapters_dir=str(root), stores=lambda _: shared)  # type: ignore[arg-type, return-value]
+    with capture_logs() as logs:
+        third = start(FakeEngine(), adapters_dir=str(root), stores=lambda _: shared)  # type: ignore[arg-type, return-value]
+        served = "an adapter of the directory is served"
+        third.wait_for(lambda: {"one@2", "two@1"} <= {line["adapter"] for line in logs if line["event"] == served})
     again = httpx.Client(base_url=third.url, timeout=PATIENCE, trust_env=False)
-    third.wait_for(lambda: third.engine.syncs >= 2)
     assert listed(again) == {MODEL: None, "one": MODEL, "two": MODEL, "three": MODEL}
     versions = {
         name: len(again.get(f"/v1/adapters/{name}/versions").json()["data"]) for name in ("one", "two", "three")
