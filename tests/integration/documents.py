@@ -240,7 +240,8 @@ async def a_file(world: World) -> Written:
     store = FileStore(world.store)
     info = store.create(NewFile("me", new_file_id(), "a.jsonl", "batch", 5, seconds=1), [b"{}\n"])
     key = next(key for key in world.store.list("files/") if key.endswith("file.json"))
-    return Written(key, key, [lambda: store.get("me", info.id), lambda: store.delete("me", info.id), store.sweep])
+    refuses = [lambda: store.get("me", info.id), lambda: store.delete("me", info.id)]
+    return Written(key, key, refuses, [(store.sweep, 0)])
 
 
 async def a_response(world: World) -> Written:
