@@ -133,9 +133,17 @@ def cached(usage: dict[str, object]) -> int:
 
 
 async def ask_all(cluster: Cluster, asked: Sequence[list[int]]) -> list[dict[str, object]]:
-    """All at once."""
+    """All at once: no engine computes before the gateway has chosen one for each, however slow the machine is."""
     async with http(cluster) as client:
-        return list(await asyncio.gather(*(complete(client, cluster.model, prompt) for prompt in asked)))
+        for address in cluster.addresses:
+            cluster.signal(address, signal.SIGSTOP)
+        try:
+            answers = asyncio.gather(*(complete(client, cluster.model, prompt) for prompt in asked))
+            await until(lambda: sum(engine["load"] for engine in cluster.health().values()) >= len(asked))
+        finally:
+            for address in cluster.addresses:
+                cluster.signal(address, signal.SIGCONT)
+        return list(await answers)
 
 
 async def test_different_prompts_spread_and_equal_ones_meet(cluster: Cluster) -> None:

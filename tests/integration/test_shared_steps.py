@@ -336,7 +336,8 @@ async def spawn(
 async def test_kill_nine_in_the_middle_resumes_each(
     queue: JobQueue, registry: AdapterRegistry, spawn: Callable[[], ForkedProcess], checkpoint: Path
 ) -> None:
-    specs = [small_job(number, epochs=6) for number in range(3)]
+    specs = [small_job(number, epochs=epochs) for number, epochs in enumerate((14, 7, 7))]
+    assert {prepare_run(spec, SmallHost(checkpoint), None).total_steps for spec in specs} == {14}
     jobs = [await queue.submit(spec) for spec in specs]
     process = spawn()
     for job in jobs:
