@@ -11,7 +11,7 @@ from minio.credentials.providers import Provider, StaticProvider
 from minio.error import MinioException, S3Error
 
 from services.common.security.outbound import pool
-from services.common.storage.s3_credentials import AmbientCredentials, s3_url
+from services.common.storage.s3_connection import AmbientCredentials, s3_url
 from services.model_source.errors import SourceBroken, SourceRejected, one_line
 from services.model_source.files import RemoteFile, is_wanted
 from services.model_source.settings import ModelSourceSettings

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
+from minio import Minio
 
 from services.common.errors import Unavailable
-from services.common.storage.object_store import ObjectStore
+from services.common.settings import CommonSettings
+from services.common.storage.object_store import ObjectDamaged, ObjectStore
 from services.trainer.jobs.base import UNDER_WAY, RunState
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from tests.integration.servers import RunningServer
@@ -54,6 +57,26 @@ def test_newest_valid_one_counts_and_two_are_kept(checkpoints: CheckpointStore, 
     assert checkpoints.newest("job-1", SHA) is None
     checkpoints.discard("job-1")
     assert store.list("jobs/") == []
+
+
+def test_one_that_is_damaged_or_was_never_whole_holds_up_no_job(
+    checkpoints: CheckpointStore, store: ObjectStore, settings: CommonSettings
+) -> None:
+    """Nobody waits for a store that will never answer otherwise: older ones count, and what has no manifest is not
+    looked into."""
+    keys = settings.s3_access_key.get_secret_value(), settings.s3_secret_key.get_secret_value()
+    client = Minio(settings.s3_endpoint, *keys, secure=False)
+    for step in (3, 6):
+        checkpoints.save("job-1", SHA, checkpoint(step))
+    unfinished = "jobs/job-1/checkpoints/00000009/state.safetensors"
+    for key in (unfinished, "jobs/job-1/checkpoints/00000006/state.json"):
+        client.put_object(settings.s3_bucket, key, BytesIO(), 0, metadata={"sha256": "0" * 64})
+        with pytest.raises(ObjectDamaged, match="does not match its SHA-256"):
+            store.get(key)
+        wanted = 6 if key == unfinished else 3
+        assert same(checkpoints.newest("job-1", SHA), checkpoint(wanted))
+    checkpoints.save("job-1", SHA, checkpoint(6))
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(6)), "it is written over"
 
 
 def test_a_part_of_the_next_step_counts_more_and_is_not_written_over_the_whole_one(

@@ -21,7 +21,7 @@ from services.common.security.outbound import authorities, pool, proxy_for
 from services.common.security.tls import Certificates
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
-from services.common.storage.s3_credentials import AmbientCredentials
+from services.common.storage.s3_connection import AmbientCredentials
 from services.gateway.engines.channel import Channels
 from services.model_source.errors import SourceBroken
 from services.model_source.hub import HubSource

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
@@ -17,14 +20,16 @@ from pydantic import SecretStr
 from services.common.errors import Unavailable
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import (
-    READ_SECONDS,
     ObjectNotFound,
     ObjectStore,
     PreconditionFailed,
     StoreRejected,
 )
+from services.common.storage.s3_connection import READ_SECONDS
 from tests.chaos.link import Fault, Link, Weather
+from tests.forked import ForkedProcess
 from tests.integration.servers import RunningServer
+from tests.stack import PATIENCE
 
 
 def test_objects_round_trip(store: ObjectStore) -> None:
@@ -43,6 +48,38 @@ def test_objects_round_trip(store: ObjectStore) -> None:
     assert store.head("a/b/one") is None
     with pytest.raises(ObjectNotFound):
         store.get("a/b/one")
+
+
+def write_and_die(settings: CommonSettings, data: bytes, sends: int) -> None:
+    """Process that writes an object, and is killed before it sends once more."""
+    left, send = sends, socket.socket.sendall
+
+    def counted(self: socket.socket, piece: bytes, flags: int = 0) -> None:
+        nonlocal left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        send(self, piece, flags)
+
+    socket.socket.sendall = counted  # type: ignore[assignment, method-assign]
+    ObjectStore(settings).put("k", data)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("before", [None, b"1"])
+def test_a_writer_that_is_killed_leaves_what_was_there_or_all_that_it_wrote(
+    settings: CommonSettings, store: ObjectStore, tmp_path: Path, before: bytes | None
+) -> None:
+    """A server that takes a head without its body for an empty object never sees one."""
+    if before is not None:
+        store.put("k", before)
+    for size in (100_000, 1):
+        data = b"2" * size
+        process = ForkedProcess(write_and_die, settings, data, 1, environment=os.environ, log=tmp_path / "log")
+        assert process.wait(PATIENCE) == -signal.SIGKILL, (tmp_path / "log").read_text()
+        time.sleep(0.3)  # for what the server makes of the end of the connection
+        found = None if store.head("k") is None else store.get("k").data
+        assert found == (data if size == 1 else before)
 
 
 def test_ranges_are_read_into_a_buffer(store: ObjectStore) -> None:

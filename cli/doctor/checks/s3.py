@@ -14,7 +14,7 @@ from cli.doctor.place import Place
 from services.common.errors import Refused, TemperError, Unavailable
 from services.common.security.outbound import pool
 from services.common.storage.object_store import ObjectStore, StoreRejected
-from services.common.storage.s3_credentials import s3_url
+from services.common.storage.s3_connection import s3_url
 
 _SECONDS = 5.0
 _SKEW, _REFUSED_SKEW = 30.0, 600.0

@@ -25,23 +25,13 @@ from minio.error import InvalidResponseError, MinioException, S3Error, ServerErr
 from minio.time import from_http_header
 
 from services.common.errors import Conflict, NotFound, Refused, TemperError, Unavailable
-from services.common.security.outbound import pool
 from services.common.settings import CommonSettings
-from services.common.storage.s3_credentials import s3_url, store_credentials
+from services.common.storage.s3_connection import StorePool, store_credentials
 
-CONNECT_SECONDS = 2.0
-READ_SECONDS = 5.0
-"""Silence after which a server counts as frozen; larger bodies get a second more for every 20 MB."""
-CONDITION_SECONDS = 10.0
-"""Time that a conditional write gets on top. SeaweedFS decides conditions under a lock of the object's, and who finds
-it taken asks again after a whole second (its `weed/cluster/lock_client.go`): the last of N at once waits for up to
-N."""
 RETRY_SECONDS = 4.0
 """No attempt starts later than this after the first one, so a call on a frozen server ends after one read timeout."""
 ATTEMPTS = 4
-_BYTES_PER_SECOND = 20e6
 _STREAM_BYTES = 1 << 20
-_CONDITIONS = frozenset({"If-Match", "If-None-Match"})
 _DIGEST = "x-amz-meta-sha256"
 """Header of an object's SHA-256: an etag is a digest on some servers only. Objects of earlier releases have none."""
 _MISSING = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
@@ -62,12 +52,20 @@ class ObjectNotFound(NotFound):
     """No object has this key."""
 
 
+class ObjectDamaged(Unavailable):
+    """The object's bytes are not those that were written, however often they are read."""
+
+
 class PreconditionFailed(Conflict):
     """The object is not in the state that a conditional write asked for."""
 
 
 class _Damaged(urllib3.exceptions.HTTPError):
-    """Other bytes came than were written, or what no object store answers."""
+    """What came is not what an object store answers."""
+
+
+class _DigestDiffers(_Damaged):
+    """Other bytes came than were written."""
 
 
 class StoreRejected(TemperError):
@@ -103,26 +101,6 @@ class ListedObject:
     modified: datetime
 
 
-class _Pool(urllib3.PoolManager):
-    """Gives every request its timeout, which grows with the body: a socket's timeout covers the whole of a send.
-
-    Args:
-        inner: has the connections.
-    """
-
-    def __init__(self, inner: urllib3.PoolManager) -> None:
-        super().__init__(num_pools=1)
-        self._inner = inner
-
-    def urlopen(self, method: str, url: str, redirect: bool = True, **kw: Any) -> urllib3.BaseHTTPResponse:  # type: ignore[override]
-        body = kw.get("body")
-        extra = len(body) / _BYTES_PER_SECOND if isinstance(body, bytes | memoryview) else 0.0
-        turn = CONDITION_SECONDS if _CONDITIONS & set(kw.get("headers") or ()) else 0.0
-        kw["timeout"] = urllib3.Timeout(connect=CONNECT_SECONDS + extra, read=READ_SECONDS + turn + extra)
-        kw["retries"] = False
-        return self._inner.urlopen(method, url, redirect, **kw)
-
-
 class ObjectStore:
     """One bucket of an S3 server. Thread-safe; every method blocks for seconds at most, conditional writes for longest.
 
@@ -137,7 +115,7 @@ class ObjectStore:
             credentials=store_credentials(settings),
             secure=settings.s3_secure,
             region=settings.s3_region,
-            http_client=_Pool(pool(settings, s3_url(settings.s3_endpoint, settings.s3_secure), maxsize=16)),
+            http_client=StorePool(settings),
         )
 
     def get(self, key: str) -> StoredObject:
@@ -145,7 +123,7 @@ class ObjectStore:
 
         Raises:
             ObjectNotFound: there is none.
-            Unavailable: also if it stays damaged.
+            ObjectDamaged: it stays so.
         """
 
         def read() -> StoredObject:
@@ -154,7 +132,7 @@ class ObjectStore:
                 etag, digest = _etag(response.headers), response.headers.get(_DIGEST)
                 data = response.read()
                 if digest is not None and hashlib.sha256(data).hexdigest() != digest:
-                    raise _Damaged(f"the object {key} is damaged: it does not match its SHA-256")
+                    raise _DigestDiffers(f"the object {key} is damaged: it does not match its SHA-256")
                 return StoredObject(data, etag)
             finally:
                 response.close()
@@ -406,6 +384,8 @@ class ObjectStore:
                 raise PreconditionFailed(f"condition does not hold ({what})") from error
             raise self._translate(what, error) from error
         except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
+            if isinstance(error, _DigestDiffers):
+                raise ObjectDamaged(f"S3 at {self._endpoint}: {error}") from error
             raise Unavailable(f"S3 at {self._endpoint} is away ({what}): {_first_line(error)}") from error
 
     def _translate(self, what: str, error: S3Error) -> TemperError:

@@ -16,7 +16,7 @@ import structlog
 
 from services.common.errors import TemperError, Unavailable
 from services.common.jobs.record import checkpoints_of
-from services.common.storage.object_store import ObjectNotFound, ObjectStore
+from services.common.storage.object_store import ObjectDamaged, ObjectNotFound, ObjectStore
 from services.trainer.jobs.base import RunState
 from services.trainer.runtime.local_checkpoints import Checkpoint as Checkpoint
 from services.trainer.runtime.local_checkpoints import LocalCheckpoints, Place, encode, first_valid
@@ -55,7 +55,8 @@ class CheckpointStore:
         self._local.save(job_id, spec_sha, checkpoint, fence)
 
     def newest(self, job_id: str, spec_sha: str, fence: int = 0) -> Checkpoint | None:
-        """The newest valid checkpoint of this very spec, wherever it lies.
+        """The newest valid checkpoint of this very spec, wherever it lies. One that is torn, or damaged in the store,
+        is passed over for an older one: its steps are trained again.
 
         Args:
             fence: of the claim that is to go on; 0: of none.
@@ -89,9 +90,10 @@ class CheckpointStore:
         return {place for name in names if (place := Place.of(name)) is not None}
 
     def _read_stored(self, job_id: str, place: Place, filename: str) -> bytes | None:
+        """None: it is not there, or not what was written."""
         try:
             return self._store.get(f"{checkpoints_of(job_id)}{place}/{filename}").data
-        except ObjectNotFound:
+        except (ObjectNotFound, ObjectDamaged):
             return None
 
 

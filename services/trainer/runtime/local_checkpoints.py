@@ -145,7 +145,10 @@ def first_valid(
         NewerSchema: it was written by a later release.
     """
     for place in sorted(places, reverse=True):
-        files = {filename: read(job_id, place, filename) for filename in (MANIFEST, TENSORS, DATA)}
+        # What has no manifest was never whole: nothing else of it is read.
+        manifest = read(job_id, place, MANIFEST)
+        others = (TENSORS, DATA) if manifest is not None else ()
+        files = {MANIFEST: manifest} | {filename: read(job_id, place, filename) for filename in others}
         checkpoint = decode(spec_sha, place.step, files)
         if checkpoint is not None:
             return place, checkpoint
@@ -167,7 +170,7 @@ def encode(spec_sha: str, checkpoint: Checkpoint) -> dict[str, bytes]:
 
 def decode(spec_sha: str, step: int, files: Mapping[str, bytes | None]) -> Checkpoint | None:
     """None if anything is missing, torn or of another spec. Raises NewerSchema."""
-    manifest, tensors, data = files[MANIFEST], files[TENSORS], files[DATA]
+    manifest, tensors, data = (files.get(filename) for filename in (MANIFEST, TENSORS, DATA))
     if manifest is None or tensors is None or data is None:
         return None
     try:

@@ -392,7 +392,7 @@ def test_what_is_forgotten_while_the_store_is_away_is_removed_later(
 def test_closing_does_not_wait_for_a_store_that_hangs(
     behind_line: ObjectStore, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.common.storage.object_store.READ_SECONDS", 120.0)
+    monkeypatch.setattr("services.common.storage.s3_connection.READ_SECONDS", 120.0)
     entries = chain(4, 4)
     bench = engine(behind_line, store_after_uses=1, store_poll_seconds=60.0)
     bench.save(*entries)
