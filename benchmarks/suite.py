@@ -25,6 +25,7 @@ _BENCH = "{python} -m benchmarks"
 # A line a test: a run that is cut off leaves the names of those that failed.
 _PYTEST = "{python} -m pytest -vv --tb=short -p no:cacheprovider"
 _DEATH_SECONDS = 60.0
+_STEPS = f"{_BENCH}.training.steps --out {{out}}/training.jsonl"
 _SANITIZER = "compute-sanitizer --target-processes all --error-exitcode 1 --tool"
 
 
@@ -68,6 +69,14 @@ SECTIONS = (
     # 0.895 of seven draft tokens: 5.6 tokens of an answer a step.
     _serving("block", 300, "--cases 1x512x256,8x512x256 --block 8 --acceptance 0.895"),
     _serving("invariant", 200, "--cases 1x512x128,64x512x256 --batch-invariant"),
+    Section(
+        "prompts-float8",
+        400,
+        tuple(
+            f"{_BENCH}.serving.rates {_MODEL} --cases 16x4096x256,64x512x256 --prefill-float8 {choice} --out {{out}}"
+            for choice in ("none", "mlp", "all")
+        ),
+    ),
     Section("multiturn", 400, (f"{_BENCH}.prefix_cache.multiturn {_MODEL} --out {{out}}/multiturn.jsonl",)),
     Section("prefix-noise", 400, (f"{_BENCH}.prefix_cache.noise {_MODEL} --out {{out}}/prefix-noise.jsonl",)),
     Section(
@@ -88,6 +97,21 @@ SECTIONS = (
     Section("kernels", 400, (f"{_BENCH}.kernels.all --out {{out}}",)),
     Section("prefix-device", 150, (f"{_BENCH}.prefix_cache.device --out {{out}}/prefix-device.jsonl",)),
     Section("delta", 60, (f"{_BENCH}.tuning.probe_delta --out {{out}}/delta.json",)),
+    Section(
+        "training",
+        500,
+        (
+            f"{_STEPS} --cases 1x512,4x2048,1x8192 --recompute none,selective,full",
+            f"{_STEPS} --cases 4x2048,1x8192 --recompute selective --float8",
+            f"{_STEPS} --cases 1x32768,1x131072 --recompute full --repeats 1",
+        ),
+    ),
+    Section(
+        "small-jobs",
+        200,
+        (f"{_BENCH}.training.small_jobs --jobs 20 --tokens 256 --microbatch 8192 --out {{out}}/small-jobs.jsonl",),
+    ),
+    Section("backward", 300, (f"{_BENCH}.tuning.attention.backward --out {{out}}/backward.jsonl",)),
     Section("pieces", 150, (f"{_BENCH}.tuning.sweep_pieces --out {{out}}/pieces.json",)),
 )
 
