@@ -3,7 +3,8 @@
 One engine without limits, which computes every step in the time of a small one, says what of each prompt one infinite
 cache for the whole fleet would have. A fleet whose engines find just that, wherever a request goes, and whose one
 gateway gives each request to the engine with least to do, says how soon the first token can come. There, too, nothing
-is found before somebody has computed it: a request waits for the first token of the one that computes its beginning.
+is found before somebody has computed it: a request waits for the first token of the one that computes its beginning. An
+adapter leaves the object store once, by the store's link, and then every engine has it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.fleet.player import Answered, Player
 from benchmarks.fleet.simulation import Fleet, Outcome, Setting, only_errors, played
-from benchmarks.fleet.subject import ADAPTER_LOAD_SECONDS, without_cache
+from benchmarks.fleet.subject import ADAPTER_LOAD_SECONDS, Subject, without_cache
 from benchmarks.fleet.traces import Session
 from benchmarks.fleet.virtual import clock
+from benchmarks.fleet.virtual.adapters import SharedLink
 from services.common.pb import engine_pb2 as pb
 from services.gateway.engines.client import EngineClient
 from services.gateway.engines.load_balancing import Affinity, Route
@@ -46,12 +48,13 @@ class _Truncating(Player):
 
     Args:
         cached: prompt tokens of each request that are.
-        load_seconds: time to load an adapter.
+        subject: the size of an adapter, and the links that it comes by.
     """
 
-    def __init__(self, pools: Sequence[EnginePool], cached: Mapping[str, int], load_seconds: float) -> None:
+    def __init__(self, pools: Sequence[EnginePool], cached: Mapping[str, int], subject: Subject) -> None:
         super().__init__(pools)
-        self._load_seconds = load_seconds
+        self._link = SharedLink(subject.store_link, subject.engine_link)
+        self._adapter_bytes = subject.adapter_bytes
         self._told: dict[str, asyncio.Event] = {}
         """Events of requests whose first token says that their prompt is computed."""
         self._loaded: dict[str, asyncio.Event] = {}
@@ -97,7 +100,10 @@ class _Truncating(Player):
         loaded = self._loaded.get(name)
         if loaded is None:
             loaded = self._loaded[name] = asyncio.Event()
-            await asyncio.sleep(self._load_seconds)
+            arrived = asyncio.Event()
+            self._link.transfer(self._adapter_bytes, arrived.set)
+            await arrived.wait()
+            await asyncio.sleep(ADAPTER_LOAD_SECONDS)
             loaded.set()
         await loaded.wait()
 
@@ -109,11 +115,10 @@ def ideal(setting: Setting, sessions: Sequence[Session]) -> Ideal:
     """Simulates the ideal of a trace."""
     cached = infinite_cache(setting, sessions)
     subject = setting.subject
-    load = subject.adapter_bytes / subject.engine_link + ADAPTER_LOAD_SECONDS
 
     async def main() -> Outcome:
-        fleet = Fleet(without_cache(setting.subject), setting.engines, 1, skipped=cached, pool=_LeastLoaded)
-        return await played(fleet, sessions, setting.seconds, player=_Truncating(fleet.pools, cached, load))
+        fleet = Fleet(without_cache(subject), setting.engines, 1, skipped=cached, pool=_LeastLoaded)
+        return await played(fleet, sessions, setting.seconds, player=_Truncating(fleet.pools, cached, subject))
 
     return Ideal(cached, clock.run(main(), setting.seed))
 

@@ -114,6 +114,7 @@ class EngineAdapters:
         """Versions that the names in use mean here."""
         self._jobs: deque[tuple[AdapterChoice, AdapterVersion]] = deque()
         self._busy = False
+        self._loading: AdapterChoice | None = None
         self.flipped: dict[AdapterVersion, float] = {}
         """Times at which names began to mean a version here."""
         self.loads = 0
@@ -143,6 +144,12 @@ class EngineAdapters:
     def loaded(self) -> list[str]:
         """Versions in slots, as an engine's status has them."""
         return [str(version) for version, _ in self._table.published]
+
+    @property
+    def waiting(self) -> list[str]:
+        """Adapters that are loaded, or are to be, as an engine's status has them."""
+        loading = () if self._loading is None else (self._loading,)
+        return [str(choice) for choice in (*loading, *(choice for choice, _ in self._jobs))]
 
     def pin(self, choice: AdapterChoice) -> AdapterPin | None:
         """The version that answers a request; None: it is loaded first."""
@@ -177,14 +184,17 @@ class EngineAdapters:
             return
         for job in tuple(self._jobs):
             choice, version = job
-            if self._table.get(version) is not None:
-                self._jobs.remove(job)
-                self._loop.call_soon(self._retry)
-                continue
+            resident = self._table.get(version)
+            if resident is not None:
+                self._table.leave(choice)
+                if self._table.takes_requests(resident, ()):
+                    self._jobs.remove(job)
+                    self._loop.call_soon(self._retry)
+                continue  # else it gives way to others that wait for a slot, as an engine's manager has it
             slot = self._table.take(choice, version, ())
             if slot is not None:
                 self._jobs.remove(job)
-                self._busy = True
+                self._busy, self._loading = True, choice
                 self._store.link.transfer(self._store.size, partial(self._downloaded, version, slot))
                 return
 
@@ -203,6 +213,6 @@ class EngineAdapters:
             self.flipped[version] = self._loop.time()
             if before is not None and self._table.get(before) is not None:
                 self._table.forget(before)
-        self._busy = False
+        self._busy, self._loading = False, None
         self._work()
         self._retry()

@@ -160,6 +160,7 @@ class SimulatedEngine:
             running=counts.running,
             waiting=counts.waiting + len(self._waiting),
             loaded_adapters=[] if self.adapters is None else self.adapters.loaded,
+            waiting_adapters=[] if self.adapters is None else self.adapters.waiting,
             prompts=self._prompts.after(request.prompts_after),
             prompts_seen=self._prompts.seen,
             load=self._loads.total.message,

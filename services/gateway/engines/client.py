@@ -137,19 +137,21 @@ class EngineClient:
 
     def candidate(self, route: Route) -> Candidate:
         """Candidate for a route: what routing has to know of this engine."""
+        matched = self.prefixes.matched(route.chain)
+        if not route.adapter:
+            return Candidate(self.address, self.load, matched=matched)
+        held = self._requests.begun(route.adapter) or self._holds(route.adapter)
         return Candidate(
-            self.address,
-            self.load,
-            holds=bool(route.adapter) and self._holds(route.adapter),
-            matched=self.prefixes.matched(route.chain),
+            self.address, self.load, holds=held, expects=not held and self._expects(route.adapter), matched=matched
         )
 
     def _holds(self, adapter: str) -> bool:
-        # Named by a request there: then it is in a slot, or on its way.
-        if self._requests.names(adapter):
-            return True
         loaded = () if self.status is None else self.status.loaded_adapters
         return any(holds(version, adapter) for version in loaded)
+
+    def _expects(self, adapter: str) -> bool:
+        asked = () if self.status is None else self.status.waiting_adapters
+        return self._requests.names(adapter) or adapter.removesuffix("@") in asked
 
     # -- requests
 

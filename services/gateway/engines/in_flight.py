@@ -34,6 +34,7 @@ class InFlightRequests:
     def __init__(self) -> None:
         self._sent: dict[str, InFlightRequest] = {}
         self._adapters: Counter[str] = Counter()
+        self._begun: Counter[str] = Counter()
         self.prefill = 0
         """Prompt tokens of all that have not begun."""
 
@@ -64,6 +65,10 @@ class InFlightRequests:
         """True if one of the requests names this adapter."""
         return adapter in self._adapters
 
+    def begun(self, adapter: str) -> bool:
+        """True if one that names this adapter is answered: it is in a slot."""
+        return adapter in self._begun
+
     def add(self, request_id: str, sent: InFlightRequest) -> None:
         """Adds a request that was sent."""
         self._sent[request_id] = sent
@@ -74,6 +79,7 @@ class InFlightRequests:
         """Counts the prompt of a request as read: the first of its answer came."""
         self.prefill -= sent.prefill
         sent.begun, sent.prefill = True, 0
+        self._begun[sent.adapter] += 1
 
     def remove(self, request_id: str) -> bool:
         """Forgets a request that has ended; False if it is not known."""
@@ -81,9 +87,10 @@ class InFlightRequests:
         if sent is None:
             return False
         self.prefill -= sent.prefill
-        self._adapters[sent.adapter] -= 1
-        if not self._adapters[sent.adapter]:
-            del self._adapters[sent.adapter]
+        for count in (self._adapters, self._begun) if sent.begun else (self._adapters,):
+            count[sent.adapter] -= 1
+            if not count[sent.adapter]:
+                del count[sent.adapter]
         return True
 
     def take_all(self) -> list[InFlightRequest]:
@@ -91,5 +98,6 @@ class InFlightRequests:
         left = list(self._sent.values())
         self._sent.clear()
         self._adapters.clear()
+        self._begun.clear()
         self.prefill = 0
         return left

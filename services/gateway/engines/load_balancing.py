@@ -23,8 +23,11 @@ prompts in caches (benchmarks.fleet)."""
 TOKENS_PER_REQUEST = 256
 """Prompt tokens that are as much work as one running request: on an H200 3 ms of prefill, or a token each for one more
 sequence in some hundred steps of decoding."""
-_ADAPTER_REQUESTS = 4.0
+_ADAPTER_REQUESTS = 8.0
 """Requests that an engine may have above its share before its adapter is loaded into another one as well."""
+_WAITING_REQUESTS = 256.0
+"""Requests that an engine may have above its share while its adapter is on its way: those that wait for it compute
+nothing, and another engine would ask the store for the same bytes and be served behind this one."""
 _MATCH_WORTH = 8.0
 """Requests that a prompt may find before it, more than at the least loaded engine, for each that its match saves. Work
 that is saved is saved for all who come later; but whatever many prompts begin with is not worth a queue: all gateways
@@ -81,6 +84,8 @@ class Candidate:
     """The adapter that the request names is in one of its slots."""
     matched: int = 0
     """Blocks of the prompt that it has been given before."""
+    expects: bool = False
+    """The adapter is on its way into one of the slots."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.load < float("inf") or self.matched < 0:
@@ -158,7 +163,11 @@ def saved(candidate: Candidate) -> float:
 
 def allowance(candidate: Candidate, *, named: bool) -> float:
     """Load above its share that an engine may have: as much as sending the request there saves."""
-    return saved(candidate) + (_ADAPTER_REQUESTS if named and candidate.holds else 0.0)
+    if not named:
+        return saved(candidate)
+    return saved(candidate) + (
+        _ADAPTER_REQUESTS if candidate.holds else _WAITING_REQUESTS if candidate.expects else 0.0
+    )
 
 
 def attracts(candidate: Candidate, least: float) -> bool:
@@ -187,7 +196,7 @@ def choose(candidates: Sequence[Candidate], route: Route, *, new_session: str | 
     # Never empty: the least loaded is below the mean.
     roomy = [c for c in candidates if c.load < limit + allowance(c, named=bool(route.adapter))]
     reason: Reason = "hash"
-    if route.adapter and (holders := [c for c in roomy if c.holds]):
+    if route.adapter and (holders := [c for c in roomy if c.holds] or [c for c in roomy if c.expects]):
         roomy, reason = holders, "adapter"
     if new_session is not None:
         # Not by the prompt: other gateways have seen other prompts, and the session must not depend on which it meets.

@@ -421,3 +421,30 @@ async def test_the_load_that_a_status_tells_is_less_its_own(engines: list[FakeEn
     assert client_of(pool, engines[0]).load == 3.0 + 1024 / TOKENS_PER_REQUEST
     engines[0].status = {"running": 3, "load": engine_pb2.Load()}
     await until(lambda: client_of(pool, engines[0]).load == 3.0)
+
+
+async def test_where_an_adapter_is_and_where_it_is_on_its_way(engines: list[FakeEngine], make: Maker) -> None:
+    """By what the engine tells, and by what it was sent."""
+    engine, pool = engines[0], make(engines[:1])
+    await until(lambda: ready(pool))
+    asked = request()
+    asked.adapter.CopyFrom(engine_pb2.AdapterRef(named=engine_pb2.NamedAdapter(name="bot")))
+    where = route_of(asked, [1], Affinity())
+
+    def seen() -> tuple[bool, bool]:
+        return (found := client_of(pool, engine).candidate(where)).expects, found.holds
+
+    assert seen() == (False, False)
+    engine.status = {"waiting_adapters": ["other", "bot"]}
+    await until(lambda: seen() == (True, False))
+    engine.status = {"waiting_adapters": ["bot"], "loaded_adapters": ["bot@3"]}
+    await until(lambda: seen() == (False, True))
+    engine.status = {}
+    await until(lambda: seen() == (False, False))
+    engine.behaviour = hangs
+    sent = asyncio.create_task(run(pool, asked))
+    await until(lambda: seen() == (True, False))
+    engine.tell(engine_pb2.EngineFrame(updates=[engine_pb2.Update(request_id=asked.request_id, token_ids=[5])]))
+    await until(lambda: seen() == (False, True))
+    sent.cancel()
+    await until(lambda: seen() == (False, False))
