@@ -190,7 +190,7 @@ class EngineAdapters:
                 if self._table.takes_requests(resident, ()):
                     self._jobs.remove(job)
                     self._loop.call_soon(self._retry)
-                continue  # else it gives way to others that wait for a slot, as an engine's manager has it
+                continue  # or it gives way to others that wait for a slot
             slot = self._table.take(choice, version, ())
             if slot is not None:
                 self._jobs.remove(job)
