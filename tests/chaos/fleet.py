@@ -33,6 +33,14 @@ _ROLL_SECONDS = 60.0
 """Longest wait for one process of a rolling restart; then the next one's turn has come."""
 
 
+def _answers(client: redis.Redis) -> bool:
+    """False: it is away, or loads what it had before it was killed."""
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:  # which BusyLoadingError is
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """How many of each."""
@@ -145,13 +153,11 @@ class Fleet(Cluster):
     @contextmanager
     def refusing(self, code: str) -> Iterator[None]:
         """Redis refuses what it is asked for as long as the context lasts."""
-        with (
-            redis.Redis.from_url(
-                self._stores.settings.redis_url.get_secret_value(), decode_responses=True, protocol=2
-            ) as client,
-            REFUSALS[code](client),
-        ):
-            yield
+        url = self._stores.settings.redis_url.get_secret_value()
+        with redis.Redis.from_url(url, decode_responses=True, protocol=2) as client:
+            self.wait_for(partial(_answers, client), "Valkey, which loads what it had", _ROLL_SECONDS)
+            with REFUSALS[code](client):
+                yield
 
     def renew(self, pause: float) -> None:
         """Replaces the certificate of everybody, as cert-manager does, but slowly: for a while certificate and key do

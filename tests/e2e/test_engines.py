@@ -134,14 +134,15 @@ def cached(usage: dict[str, object]) -> int:
 
 async def ask_all(cluster: Cluster, asked: Sequence[list[int]]) -> list[dict[str, object]]:
     """All at once: no engine computes before the gateway has chosen one for each, however slow the machine is."""
+    living = [address for address in cluster.addresses if cluster.processes[address].poll() is None]
     async with http(cluster) as client:
-        for address in cluster.addresses:
+        for address in living:
             cluster.signal(address, signal.SIGSTOP)
         try:
             answers = asyncio.gather(*(complete(client, cluster.model, prompt) for prompt in asked))
             await until(lambda: sum(engine["load"] for engine in cluster.health().values()) >= len(asked))
         finally:
-            for address in cluster.addresses:
+            for address in living:
                 cluster.signal(address, signal.SIGCONT)
         return list(await answers)
 
