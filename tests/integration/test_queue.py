@@ -219,6 +219,30 @@ async def test_dead_letter_after_three_deliveries(queue: JobQueue, consumers: Co
     assert raw.xlen(TRAINING.stream) == 0
 
 
+async def test_deaths_before_a_part_was_safe_do_not_count(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    """A job that comes further is never given up; one that does not is, with what its last attempts died of."""
+    job = await queue.submit(sft())
+    for attempt in range(1, 8):
+        claimed = must_claim(consumers(f"c{attempt}"))
+        assert (claimed.attempt, claimed.failures) == (attempt, 0 if attempt == 1 else 1)
+        consumers("x").kept(claimed)
+        consumers("x").kept(claimed)
+        silence(raw)
+    for failures in (1, 2):
+        claimed = must_claim(consumers(f"d{failures}"))
+        assert (claimed.attempt, claimed.failures) == (7 + failures, failures)
+        if failures == 1:
+            silence(raw)
+    assert not consumers("d2").retry(claimed, "KeyError"), "the third attempt in a row that came to nothing"
+    done = await queue.get(job.id)
+    assert (done.state, done.attempts) == (JobState.FAILED, 9)
+    assert done.reason == "given up after 3 attempts: KeyError"
+    with pytest.raises(JobLost):
+        consumers("x").kept(claimed)
+
+
 async def test_unexpected_errors_end_in_the_dead_letter_stream(
     queue: JobQueue, consumers: Consumers, raw: redis.Redis
 ) -> None:

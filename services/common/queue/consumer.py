@@ -44,7 +44,7 @@ class JobConsumer(Delivery[Job, Spec]):
     Args:
         owner: name of this process in the consumer group; unique among those alive.
         reclaim_seconds: silence after which a job's owner counts as dead. Heartbeats must be several times as frequent.
-        max_attempts: deliveries after which a job goes to the dead letter stream.
+        max_attempts: see Delivery.
         left_over: told a job's id and its adapter when it ended without an owner; may raise Unavailable.
     """
 
@@ -147,6 +147,11 @@ class JobConsumer(Delivery[Job, Spec]):
         """Adds an event. ``number``: see report. Raises JobLost."""
         args = [claimed.fence, _once(number), kind, json.dumps(dict(data))]
         self._owned(scripts.EVENT, claimed, [TRAINING.events_key(claimed.id)], args)
+
+    def kept(self, claimed: ClaimedJob) -> None:
+        """Says that a part of the work is safe for whoever goes on with it: the attempts before this one do not count
+        as failures. Raises JobLost."""
+        self._owned(scripts.KEPT, claimed, [], [claimed.fence])
 
     def succeed(self, claimed: ClaimedJob, result_adapter: str) -> None:
         """Raises JobLost."""

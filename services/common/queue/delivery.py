@@ -60,6 +60,8 @@ class Claimed(Generic[Record, Spec]):
     fence: str
     attempt: int
     """Number of the attempt, from 1."""
+    failures: int
+    """Attempts before it since the job was last brought further for good."""
     entry: str
     spec_sha: str
     """Lower-case hex SHA-256 of the spec as it is stored: the same for a release that reads it with more fields."""
@@ -78,7 +80,8 @@ class Delivery(ABC, Generic[Record, Spec]):
         keyspace: of the queue.
         owner: name of this process in the consumer group; unique among those alive.
         reclaim_seconds: silence after which a job's owner counts as dead. Heartbeats must be several times as frequent.
-        max_attempts: deliveries after which a job goes to the dead letter stream.
+        max_attempts: deliveries in a row, none of which brought the job further for good, after which it goes to the
+            dead letter stream.
     """
 
     fields: ClassVar[Sequence[str]]
@@ -177,8 +180,10 @@ class Delivery(ABC, Generic[Record, Spec]):
     def retry(self, claimed: Claimed[Record, Spec], reason: str) -> bool:
         """Hands the job back after an unexpected error; False: that was its last attempt, and it is dead. Raises
         JobLost."""
-        if claimed.attempt >= self._max_attempts:
-            reason = f"given up after {claimed.attempt} attempts: {reason}"
+        forgiven: Any = call(lambda: self._redis.hget(self._keys.job_key(claimed.id), "forgiven"))
+        failures = claimed.attempt - int(forgiven or 0)
+        if failures >= self._max_attempts:
+            reason = f"given up after {failures} attempts: {reason}"
             self._finish(claimed, JobState.FAILED, reason, dead=True)
             return False
         self._release(claimed, reason, counts=True)
@@ -303,6 +308,7 @@ class Delivery(ABC, Generic[Record, Spec]):
             spec=spec,
             fence=outcome[1],
             attempt=int(outcome[2]),
+            failures=int(outcome[3]),
             entry=entry,
             spec_sha=text_sha(text),
             traceparent=tracing.checked(submitter or ""),

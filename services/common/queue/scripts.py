@@ -151,8 +151,9 @@ BEGIN = (
     + """
 -- KEYS stream job events dead; ARGV group entry id claim owner max_attempts settled_by_owner
 local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error',
-  'adapter', 'schema')
+  'adapter', 'schema', 'forgiven')
 local state, entry, attempts = job[1], job[2], tonumber(job[5] or '0')
+local failures = attempts - tonumber(job[10] or '0')
 -- Of a later release: left alone, so that one of those takes it once this delivery has been silent for long enough.
 if state and newer(KEYS[2]) then return {'newer', job[9]} end
 if not state or entry ~= ARGV[2] or (state ~= 'queued' and state ~= 'running') then
@@ -160,7 +161,9 @@ if not state or entry ~= ARGV[2] or (state ~= 'queued' and state ~= 'running') t
   redis.call('XDEL', KEYS[1], ARGV[2])
   return {'dropped'}
 end
-if state == 'running' and job[3] == ARGV[4] then return {'claimed', job[6], job[5]} end
+if state == 'running' and job[3] == ARGV[4] then
+  return {'claimed', job[6], job[5], tostring(failures - 1)}
+end
 if job[4] == '1' and (ARGV[7] ~= '1' or redis.call('HEXISTS', KEYS[2], 'started_at') == 0) then
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'cancelled', 'cancelled on request', '')
   return {'ended'}
@@ -169,9 +172,9 @@ if redis.call('HGET', KEYS[2], 'pause') == '1' then
   put_aside(KEYS[2], KEYS[3], KEYS[1], ARGV[1])
   return {'dropped'}
 end
-if attempts >= tonumber(ARGV[6]) then
+if failures >= tonumber(ARGV[6]) then
   local why = job[7] or 'its engine died or stopped answering each time'
-  local reason = 'given up after ' .. attempts .. ' attempts: ' .. why
+  local reason = 'given up after ' .. failures .. ' attempts: ' .. why
   bury(KEYS[4], ARGV[2], ARGV[3], reason, '')
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'failed', reason, '')
   return {'ended'}
@@ -189,7 +192,7 @@ attempts = redis.call('HINCRBY', KEYS[2], 'attempts', 1)
 redis.call('HSETNX', KEYS[2], 'started_at', now())
 redis.call('HSET', KEYS[2], 'state', 'running', 'claim', ARGV[4], 'owner', ARGV[5])
 emit(KEYS[3], 'state', cjson.encode({state = 'running', attempt = attempts}))
-return {'claimed', tostring(fence), tostring(attempts)}
+return {'claimed', tostring(fence), tostring(attempts), tostring(failures)}
 """
 )
 
@@ -276,6 +279,16 @@ EVENT = (
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
 if said(KEYS[1], ARGV[1], ARGV[2]) then return 'OK' end
 emit(KEYS[2], ARGV[3], ARGV[4])
+return 'OK'
+"""
+)
+
+KEPT = (
+    PRELUDE
+    + f"""
+-- KEYS job; ARGV fence. A part of the work is safe: the deliveries before this one were no failures.
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+redis.call('HSET', KEYS[1], 'forgiven', redis.call('HGET', KEYS[1], 'attempts') - 1)
 return 'OK'
 """
 )

@@ -163,6 +163,9 @@ class _Watcher:
         """See Watcher.event."""
         del data
 
+    def kept(self) -> None:
+        """See Watcher.kept: of a forge, whole stages count."""
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:

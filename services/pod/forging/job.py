@@ -188,11 +188,16 @@ class _Stages:
         self._stages = stages
         self._link = link
         self._finished = 0
+        self._first: int | None = None
+        """Stage that an attempt begins with."""
 
     def __call__(self, what: str, done: int, total: int) -> None:
         name = what.partition(":")[0]
         if name in self._stages:
             self._finished = self._stages.index(name)
+            self._first = self._finished if self._first is None else self._first
+            if self._finished > self._first:
+                self._link.kept()
         self._link.progress(self._finished, len(self._stages), what, done, total)
 
     def end(self) -> None:

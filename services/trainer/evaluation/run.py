@@ -62,6 +62,10 @@ class Watcher(Protocol):
         """A target has answered a whole suite."""
         ...
 
+    def kept(self) -> None:
+        """Answers were stored that need not be made again."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluations:
@@ -149,6 +153,8 @@ class EvaluationRun:
             for shard, made in self._shards(plan, record, suite, target):
                 results += shard.results
                 answered = answered or made
+                if made:
+                    self._watcher.kept()
                 self._watcher.progress(counted + len(results), total)
             counted += len(results)
             found[suite, target] = results

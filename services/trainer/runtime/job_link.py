@@ -78,6 +78,7 @@ class JobSession:
         self._paused = False
         self._away = False
         self._ending = False
+        self._kept = False
         self._thread = threading.Thread(target=self._run, name="job-session", daemon=True)
 
     def start(self) -> None:
@@ -151,6 +152,12 @@ class JobSession:
     def event(self, kind: EventKind, data: Mapping[str, Any]) -> None:
         copy = dict(data)
         self._post(lambda number: self._consumer.event(self._claimed, kind, copy, number))
+
+    def kept(self) -> None:
+        """Says that a part of the work is safe, see JobConsumer.kept; once is enough."""
+        if not self._kept:
+            self._kept = True
+            self._post(lambda _number: self._consumer.kept(self._claimed))
 
     def flush(self, timeout: float) -> bool:
         """Waits until nothing is left to write; False if Redis stayed away."""

@@ -209,7 +209,7 @@ class TrainerWorker:
             running.round()
 
     def _begin(self, running: SharedSteps, claimed: ClaimedJob, session: JobSession) -> None:
-        last = claimed.attempt >= self._settings.job_max_attempts
+        last = claimed.failures + 1 >= self._settings.job_max_attempts
         running.begin(claimed, session, self._course(claimed, session, running), last=last)
 
     def _course(self, claimed: ClaimedJob, session: JobSession, beside: Beside) -> Course[None]:

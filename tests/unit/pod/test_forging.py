@@ -37,7 +37,7 @@ def test_what_a_forge_job_has_loaded_stays_its_own_in_the_pauses(tmp_path: Path)
     with running_pod() as pod:
         served = EngineSettings.model_validate({"model": TINY})
         forge = PodForge(served, pod.host, DirectoryStore(tmp_path / "store"), tmp_path / "work")
-        link = ForgeLink(lambda *_: None, lambda: None, lambda operation: operation(), lambda: None)
+        link = ForgeLink(lambda *_: None, lambda: None, lambda operation: operation(), lambda: None, lambda: None)
         half = pod.host.train_memory_bytes // 2
         forge._machine(link).take("evaluate", half, "free some")
         budget = pod.host.memory_budget
@@ -49,7 +49,7 @@ def test_what_a_forge_job_has_loaded_stays_its_own_in_the_pauses(tmp_path: Path)
 def test_a_job_that_died_after_its_upload_is_not_done_again(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "store")
     store.put("forged/job-1/forge.json", b'{"outputs": {"digest": "ab"}}')
-    link = ForgeLink(lambda *_: None, lambda: None, lambda operation: operation(), lambda: None)
+    link = ForgeLink(lambda *_: None, lambda: None, lambda operation: operation(), lambda: None, lambda: None)
     with running_pod() as pod:
         served = EngineSettings.model_validate({"model": TINY, "s3_bucket": "temper"})
         done = PodForge(served, pod.host, store, tmp_path / "work")("job-1", JOB, link)
@@ -67,7 +67,7 @@ def test_a_job_that_is_cancelled_while_it_uploads_leaves_nothing_in_the_store(tm
         if there[-1] > 2:
             raise JobCancelled
 
-    link = ForgeLink(lambda *_: None, interrupt, lambda operation: operation(), lambda: None)
+    link = ForgeLink(lambda *_: None, interrupt, lambda operation: operation(), lambda: None, lambda: None)
     served = EngineSettings.model_validate({"model": TINY, "s3_bucket": "temper"})
     with running_pod() as pod:
         forge = PodForge(served, pod.host, store, tmp_path / "work")
@@ -89,7 +89,7 @@ def test_a_directory_that_another_engine_forges_in_is_waited_for(tmp_path: Path)
             other.close()
             return operation()
 
-    link = ForgeLink(lambda *_: None, lambda: None, retry, lambda: None)
+    link = ForgeLink(lambda *_: None, lambda: None, retry, lambda: None, lambda: None)
     other.enter_context(Work(tmp_path / "work").locked())
     with running_pod() as pod:
         served = EngineSettings.model_validate({"model": TINY, "s3_bucket": "temper"})

@@ -57,3 +57,7 @@ class _Reports:
     def event(self, data: Mapping[str, Any]) -> None:
         """See Watcher.event."""
         self._claim.session.event("eval", data)
+
+    def kept(self) -> None:
+        """See Watcher.kept."""
+        self._claim.session.kept()

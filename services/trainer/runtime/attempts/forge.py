@@ -27,6 +27,8 @@ class ForgeLink:
     """Repeats what needs a store or memory."""
     fence: Callable[[], None]
     """Proves the ownership of the job right now."""
+    kept: Callable[[], None]
+    """Told that a stage is finished, which need not be done again."""
 
 
 Forge: TypeAlias = Callable[[str, ForgeJob, ForgeLink], Mapping[str, Any]]
@@ -50,7 +52,7 @@ class ForgeAttempt:
             Exception: it failed.
         """
         claim = self._claim
-        link = ForgeLink(self._progress, claim.pauses(), claim.until_back, claim.session.fence)
+        link = ForgeLink(self._progress, claim.pauses(), claim.until_back, claim.session.fence, claim.session.kept)
         with claim.trace.part("forge"):
             done = self._forge(claim.job.id, spec, link)
         claim.session.event("published", done)

@@ -270,6 +270,10 @@ class _Reports:
         """See Watcher.event."""
         self._session.event("eval", data)
 
+    def kept(self) -> None:
+        """See Watcher.kept."""
+        self._session.kept()
+
 
 def _invalid(items: Sequence[ItemResult]) -> int:
     return sum(not answer.valid for item in items for answer in item.answers)

@@ -139,6 +139,8 @@ class JobAttempt(Preparation[PublishingSpec]):
 
         def saved(step: int, where: str) -> None:
             session.event("checkpoint", {"step": step, "where": where})
+            if where == "s3" and step > start:
+                session.kept()
             self._claim.trace.span.event("checkpoint", {"temper.job.step": step, "where": where})
 
         writer = CheckpointWriter(
