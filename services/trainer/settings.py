@@ -21,7 +21,7 @@ class TrainerSettings(CommonSettings):
     job_heartbeat_seconds: float = Field(1.0, gt=0)
     """Between two signs of life; also how soon a cancellation is noticed. Keep well below job_reclaim_seconds."""
     job_max_attempts: int = Field(3, ge=1)
-    """Attempts in a row that leave no new checkpoint, answers or stage; behind them a job goes to the dead letters."""
+    """Attempts after which a job is a dead letter, from the last on that left a checkpoint, answers or a stage."""
     checkpoint_dir: Path = Path(".temper/checkpoints")
     """Directory where checkpoints wait while the object store is away."""
     checkpoints_kept: int = Field(2, ge=1)

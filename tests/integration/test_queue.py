@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -16,6 +17,7 @@ from services.common.queue.depth import QueueDepth
 from services.common.queue.job_queue import JobConsumer, JobLost, JobQueue
 from services.common.queue.keyspace import TRAINING
 from services.common.queue.records import job_id_of_entry, new_job_id
+from services.common.settings import CommonSettings
 from tests.integration.jobs import RECLAIM, Consumers, must_claim, read_events, sft, silence
 
 
@@ -241,6 +243,17 @@ async def test_deaths_before_a_part_was_safe_do_not_count(
     assert done.reason == "given up after 3 attempts: KeyError"
     with pytest.raises(JobLost):
         consumers("x").kept(claimed)
+
+
+async def test_no_job_brings_engines_down_for_ever(queue: JobQueue, settings: CommonSettings, raw: redis.Redis) -> None:
+    job = await queue.submit(sft())
+    with contextlib.closing(JobConsumer(settings, owner="one", reclaim_seconds=RECLAIM, max_attempts=2)) as consumer:
+        for _ in range(20):
+            consumer.kept(must_claim(consumer))
+            silence(raw)
+        assert consumer.claim(0) is None
+    done = await queue.get(job.id)
+    assert done.reason == "given up after 20 attempts: its engine died or stopped answering each time"
 
 
 async def test_unexpected_errors_end_in_the_dead_letter_stream(

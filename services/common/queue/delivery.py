@@ -31,6 +31,8 @@ from services.common.telemetry import tracing
 Asked: TypeAlias = Literal["OK", "CANCEL", "PAUSE"]
 """What a job's owner is asked to do: go on, cancel it, or hand it back for a pause."""
 _REASON_LIMIT = 2000
+_IN_ALL = 10
+"""Attempts of a job in all, by those in a row: an engine that dies takes others' answers with it."""
 _DEAD_CONSUMER_MS = 24 * 3600 * 1000
 
 
@@ -80,8 +82,8 @@ class Delivery(ABC, Generic[Record, Spec]):
         keyspace: of the queue.
         owner: name of this process in the consumer group; unique among those alive.
         reclaim_seconds: silence after which a job's owner counts as dead. Heartbeats must be several times as frequent.
-        max_attempts: deliveries in a row, none of which brought the job further for good, after which it goes to the
-            dead letter stream.
+        max_attempts: deliveries after which a job goes to the dead letter stream, from the last one on that brought it
+            further for good; and ten times as many in all.
     """
 
     fields: ClassVar[Sequence[str]]
@@ -182,8 +184,9 @@ class Delivery(ABC, Generic[Record, Spec]):
         JobLost."""
         forgiven: Any = call(lambda: self._redis.hget(self._keys.job_key(claimed.id), "forgiven"))
         failures = claimed.attempt - int(forgiven or 0)
-        if failures >= self._max_attempts:
-            reason = f"given up after {failures} attempts: {reason}"
+        if failures >= self._max_attempts or claimed.attempt >= _IN_ALL * self._max_attempts:
+            attempts = failures if failures >= self._max_attempts else claimed.attempt
+            reason = f"given up after {attempts} attempts: {reason}"
             self._finish(claimed, JobState.FAILED, reason, dead=True)
             return False
         self._release(claimed, reason, counts=True)
@@ -280,7 +283,7 @@ class Delivery(ABC, Generic[Record, Spec]):
             return None
         keys = [self._keys.stream, job_key, events, self._keys.dead]
         args = [self._keys.group, entry, job_id, secrets.token_hex(8), self._owner, str(self._max_attempts)]
-        args.append(self._keys.settles)
+        args += [self._keys.settles, str(_IN_ALL * self._max_attempts)]
         outcome = self._run(scripts.BEGIN, keys, args)
         if outcome[0] == "newer":
             self._log.warning("queue.newer", job=job_id, schema=outcome[1], known=self._keys.schema.version)

@@ -149,7 +149,7 @@ return {{'created', ARGV[1]}}
 BEGIN = (
     PRELUDE
     + """
--- KEYS stream job events dead; ARGV group entry id claim owner max_attempts settled_by_owner
+-- KEYS stream job events dead; ARGV group entry id claim owner max_attempts settled_by_owner altogether
 local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error',
   'adapter', 'schema', 'forgiven')
 local state, entry, attempts = job[1], job[2], tonumber(job[5] or '0')
@@ -172,9 +172,9 @@ if redis.call('HGET', KEYS[2], 'pause') == '1' then
   put_aside(KEYS[2], KEYS[3], KEYS[1], ARGV[1])
   return {'dropped'}
 end
-if failures >= tonumber(ARGV[6]) then
+if failures >= tonumber(ARGV[6]) or attempts >= tonumber(ARGV[8]) then
   local why = job[7] or 'its engine died or stopped answering each time'
-  local reason = 'given up after ' .. failures .. ' attempts: ' .. why
+  local reason = 'given up after ' .. (failures >= tonumber(ARGV[6]) and failures or attempts) .. ' attempts: ' .. why
   bury(KEYS[4], ARGV[2], ARGV[3], reason, '')
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'failed', reason, '')
   return {'ended'}
