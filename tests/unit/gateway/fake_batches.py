@@ -150,7 +150,9 @@ class MemoryBatches:
                 if batch.state == "queued":
                     self.fences[batch.id] = fence = self.fences.get(batch.id, 0) + 1
                     batch = self._change(batch.id, state=_RUNNING)
-                    return Claimed(job=batch, spec=batch.spec, fence=str(fence), attempt=1, failures=0, entry="1-0", spec_sha="")
+                    return Claimed(
+                        job=batch, spec=batch.spec, fence=str(fence), attempt=1, failures=0, entry="1-0", spec_sha=""
+                    )
         time.sleep(0.02)
         return None
 

@@ -223,7 +223,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
                     request = frame.submit
                     self.requests.append(request)
                     mine.add(request.request_id)
-                    self.running[request.request_id] = asyncio.create_task(self._run(request, send))
+                    self.running[request.request_id] = asyncio.create_task(self._run(request, self.behaviour, send))
                 else:
                     self.aborts.append((frame.abort.request_id, frame.abort.keep_tokens))
                     if (task := self.running.get(frame.abort.request_id)) is not None:
@@ -245,9 +245,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
                 if (task := self.running.get(request_id)) is not None:
                     task.cancel()
 
-    async def _run(self, request: engine_pb2.GenerateRequest, send: Send) -> None:
+    async def _run(self, request: engine_pb2.GenerateRequest, behaviour: Behaviour, send: Send) -> None:
         try:
-            await self.behaviour(self, request, send)
+            await behaviour(self, request, send)
         finally:
             self.running.pop(request.request_id, None)
 
