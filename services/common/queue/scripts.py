@@ -286,7 +286,8 @@ return 'OK'
 KEPT = (
     PRELUDE
     + f"""
--- KEYS job; ARGV fence. A part of the work is safe: the deliveries before this one were no failures.
+-- KEYS job; ARGV fence. A part of the work is safe: the deliveries before this one were no failures. They stay counted
+-- (STAGE, of batches, which bring no engine down, forgets them): a job has a bound of attempts in all.
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
 redis.call('HSET', KEYS[1], 'forgiven', redis.call('HGET', KEYS[1], 'attempts') - 1)
 return 'OK'

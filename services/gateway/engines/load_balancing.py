@@ -1,8 +1,8 @@
 """Load balancing: which engine answers a request.
 
-The session's engine answers, else one that has the adapter, else the one with the longest part of the prompt in its
-cache, if that is worth going there for, else any, by consistent hashing; and never one that has much more to do than
-the others. The choice is pure: everything that is known about engines comes in, an address comes out.
+The session's engine answers, else one that has the adapter or is loading it, else the one with the longest part of the
+prompt in its cache, if that is worth going there for, else any, by consistent hashing; and never one that has much more
+to do than the others. The choice is pure: everything that is known about engines comes in, an address comes out.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ def saved(candidate: Candidate) -> float:
 
 def allowance(candidate: Candidate, *, named: bool) -> float:
     """Load above its share that an engine may have: as much as sending the request there saves."""
-    if not named:
-        return saved(candidate)
-    return saved(candidate) + (
-        _ADAPTER_REQUESTS if candidate.holds else _WAITING_REQUESTS if candidate.expects else 0.0
-    )
+    if named and candidate.holds:
+        return saved(candidate) + _ADAPTER_REQUESTS
+    if named and candidate.expects:
+        return saved(candidate) + _WAITING_REQUESTS
+    return saved(candidate)
 
 
 def attracts(candidate: Candidate, least: float) -> bool:
