@@ -235,6 +235,7 @@ async def test_deaths_before_a_part_was_safe_do_not_count(
     for failures in (1, 2):
         claimed = must_claim(consumers(f"d{failures}"))
         assert (claimed.attempt, claimed.failures) == (7 + failures, failures)
+        assert consumers("x").is_last(claimed) == (failures == 2)
         if failures == 1:
             silence(raw)
     assert not consumers("d2").retry(claimed, "KeyError"), "the third attempt in a row that came to nothing"
@@ -247,13 +248,15 @@ async def test_deaths_before_a_part_was_safe_do_not_count(
 
 async def test_no_job_brings_engines_down_for_ever(queue: JobQueue, settings: CommonSettings, raw: redis.Redis) -> None:
     job = await queue.submit(sft())
-    with contextlib.closing(JobConsumer(settings, owner="one", reclaim_seconds=RECLAIM, max_attempts=2)) as consumer:
-        for _ in range(20):
-            consumer.kept(must_claim(consumer))
+    with contextlib.closing(JobConsumer(settings, owner="one", reclaim_seconds=RECLAIM, max_attempts=3)) as consumer:
+        for attempt in range(1, 31):
+            claimed = must_claim(consumer)
+            assert consumer.is_last(claimed) == (attempt == 30)
+            consumer.kept(claimed)
             silence(raw)
         assert consumer.claim(0) is None
     done = await queue.get(job.id)
-    assert done.reason == "given up after 20 attempts: its engine died or stopped answering each time"
+    assert done.reason == "given up after 30 attempts: its engine died or stopped answering each time"
 
 
 async def test_unexpected_errors_end_in_the_dead_letter_stream(

@@ -184,7 +184,7 @@ class Delivery(ABC, Generic[Record, Spec]):
         JobLost."""
         forgiven: Any = call(lambda: self._redis.hget(self._keys.job_key(claimed.id), "forgiven"))
         failures = claimed.attempt - int(forgiven or 0)
-        if failures >= self._max_attempts or claimed.attempt >= _IN_ALL * self._max_attempts:
+        if self._spent(claimed.attempt, failures):
             attempts = failures if failures >= self._max_attempts else claimed.attempt
             reason = f"given up after {attempts} attempts: {reason}"
             self._finish(claimed, JobState.FAILED, reason, dead=True)
@@ -192,7 +192,14 @@ class Delivery(ABC, Generic[Record, Spec]):
         self._release(claimed, reason, counts=True)
         return True
 
+    def is_last(self, claimed: Claimed[Record, Spec]) -> bool:
+        """True if the job is given up should this attempt come to nothing."""
+        return self._spent(claimed.attempt, claimed.failures + 1)
+
     # Parts.
+
+    def _spent(self, attempts: int, failures: int) -> bool:
+        return failures >= self._max_attempts or attempts >= _IN_ALL * self._max_attempts
 
     def _forget(self, name: str) -> None:
         self._run(scripts.LEAVE, [self._keys.stream], [self._keys.group, name])

@@ -209,8 +209,8 @@ class TrainerWorker:
             running.round()
 
     def _begin(self, running: SharedSteps, claimed: ClaimedJob, session: JobSession) -> None:
-        last = claimed.failures + 1 >= self._settings.job_max_attempts
-        running.begin(claimed, session, self._course(claimed, session, running), last=last)
+        course = self._course(claimed, session, running)
+        running.begin(claimed, session, course, last=self._consumer.is_last(claimed))
 
     def _course(self, claimed: ClaimedJob, session: JobSession, beside: Beside) -> Course[None]:
         """One claimed job from its claim to its written end."""
