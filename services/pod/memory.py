@@ -44,6 +44,8 @@ _GRAPH_FIXED = 512 * 2**20
 products."""
 _CAPTURED_PREFILL = 2048
 """Tokens of the longest prefill that is captured, alone or beside decodes."""
+_CAPTURED_APART = 3840
+"""The same beside decodes that are computed apart from it."""
 _SPLITS = 8
 """Parts of a context in decode attention with a large batch."""
 _SAMPLER_ROW = 64 * 2**10
@@ -238,7 +240,8 @@ def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, r
     """Bytes that graphs keep: the tensors of the largest captured step, and a decoded matrix if its prefill needs
     one."""
     prefill = min(_CAPTURED_PREFILL, settings.token_budget)
-    rows = max(captured + min(settings.mixed_prefill_tokens, _CAPTURED_PREFILL), prefill)
+    beside = _CAPTURED_PREFILL if settings.prefill_float8 == "none" else _CAPTURED_APART
+    rows = max(captured + min(settings.mixed_prefill_tokens, beside), prefill)
     if settings.speculative != "none":
         # Outputs of two graphs a shape, which nothing shares: of checking and of drawing.
         rows = 2 * max(rows, most_sampled_rows(captured, settings.draft_tokens))

@@ -42,17 +42,14 @@ CUTS: dict[Part, list[AttentionCut]] = {
     "keys": [
         AttentionCut(64, 128, 8, 1),
         AttentionCut(32, 128, 8, 2),
-        AttentionCut(64, 64, 8, 2),
-        AttentionCut(64, 64, 4, 1),
+        AttentionCut(32, 128, 8, 3),
         AttentionCut(32, 64, 4, 2),
         AttentionCut(32, 64, 4, 1),
     ],
     "values": [
         AttentionCut(64, 128, 8, 2),
         AttentionCut(32, 128, 8, 3),
-        AttentionCut(128, 128, 8, 1),
         AttentionCut(64, 64, 4, 2),
-        AttentionCut(64, 64, 4, 1),
         AttentionCut(32, 64, 4, 2),
     ],
     "queries": [AttentionCut(128, 32, 8, 2), AttentionCut(128, 64, 8, 1), AttentionCut(64, 64, 4, 2)],

@@ -58,15 +58,21 @@ class DeviceForward(Protocol):
 
     @property
     def prompts_apart(self) -> int:
-        """Fewest rows of prompts in a step from which on its decodes are computed apart from them; 0: never."""
+        """Fewest rows of prompts in a step from which on its decodes may be computed apart from them; 0: never."""
         ...
 
     def one_of_each_layer(self) -> Self:
         """A forward of the first layers only that launches every kernel."""
         ...
 
-    def layers(self, rows: StepRows, attention: DecodeAttention | None, *, adapters: bool) -> Tensor:
-        """[T, hidden]: the residual stream behind the last layer; the caches are updated in place."""
+    def layers(
+        self, rows: StepRows, attention: DecodeAttention | None, *, adapters: bool, apart: bool = True
+    ) -> Tensor:
+        """[T, hidden]: the residual stream behind the last layer; the caches are updated in place.
+
+        Args:
+            apart: False: decodes are computed together with prompts, which takes half the launches.
+        """
         ...
 
     def logits(self, x: Tensor) -> Tensor:

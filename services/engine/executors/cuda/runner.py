@@ -128,27 +128,25 @@ class CudaRunner:
         self._masks = MaskUpload(self._stream, sampled, config.vocab_size)
         self._results = [self._stream.host_buffer(sampled * ROW_WORDS) for _ in range(2)]
         self._turn = 0
-        self._shapes = captured_shapes(
-            limits.largest_graph,
-            limits.max_num_seqs,
-            limits.token_budget,
-            limits.mixed_tokens,
-            draft_tokens=limits.draft_tokens,
-        )
+        most, invariant = limits.draft_tokens, options.batch_invariant
         self._attention = decode_attention(
-            model,
-            cache,
-            limits.max_num_seqs,
-            draft_tokens=limits.draft_tokens,
-            batch_invariant=options.batch_invariant,
+            model, cache, limits.max_num_seqs, draft_tokens=most, batch_invariant=invariant
         )
         self.forward = model.device_forward(
             cache,
             lora,
             tables=self._tables,
             last_tokens=self._sampler.last_tokens,
-            batch_invariant=options.batch_invariant,
+            batch_invariant=invariant,
             pdl=options.pdl,
+        )
+        self._shapes = captured_shapes(
+            limits.largest_graph,
+            limits.max_num_seqs,
+            limits.token_budget,
+            limits.mixed_tokens,
+            draft_tokens=most,
+            apart=self.forward.prompts_apart,
         )
         adapter_slots = lora.num_slots - 1
         segments = limits.max_num_seqs + cache.num_slots  # a snapshot each slot, at most
@@ -172,7 +170,7 @@ class CudaRunner:
         self.costs: StepCosts | None = None
         """See Runner; measured by warm_up()."""
         self._speculation: CudaSpeculation | None = None
-        if limits.draft_tokens:
+        if drafting:
             self._speculation = CudaSpeculation(
                 self.forward,
                 self._sampler,
@@ -356,11 +354,11 @@ class CudaRunner:
         self._cache.copy_states(step.copies_before)
         if self._speculation is not None and sampled is not None:
             placed = self._speculation.place(step, _sampling_words(step, sampling), sampled, fetch=plan.masked)
-        out = (
-            self._graphs.replay(captured, step.has_adapters)
-            if captured
-            else StepOutput(self._layers(step.rows, forward, step.has_adapters))
-        )
+        if captured:
+            out = self._graphs.replay(captured, step.has_adapters)
+        else:
+            # Launching both parts takes the host longer than all rows together take the device.
+            out = StepOutput(self._layers(step.rows, forward, step.has_adapters, apart=not self._shapes))
         x = out.x
         self._cache.copy_states(step.copies_after)
         reports = None
@@ -435,8 +433,8 @@ class CudaRunner:
     def _draft_shape(self, shape: StepShape, adapters: bool) -> StepOutput:
         return StepOutput(self._draft(self._graphs.output(shape, adapters).x, self._buffers.keep(shape), self.forward))
 
-    def _layers(self, rows: StepRows, forward: DeviceForward, adapters: bool) -> Tensor:
-        return forward.layers(rows, self._attention_of(rows), adapters=adapters)
+    def _layers(self, rows: StepRows, forward: DeviceForward, adapters: bool, *, apart: bool = True) -> Tensor:
+        return forward.layers(rows, self._attention_of(rows), adapters=adapters, apart=apart)
 
     def _draft(self, x: Tensor, rows: StepRows, forward: DeviceForward) -> Tensor:
         return forward.draft(x, rows, self._attention_of(rows))

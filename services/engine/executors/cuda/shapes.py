@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
 from kernels.gpu.segments import TILE
@@ -19,6 +19,10 @@ _MIXED_DECODES = (8, 32, 64, 128, 256)
 _MIXED_TOKENS = (128, 512, 1024, 2048)
 """Prompt tokens of captured mixed steps. With adapters the launches of 2,048 tokens took the host 57 ms beside an H200
 that needed 38; 3,840, the most that a step with decodes holds by default, take that 63."""
+_APART_TOKENS = (1024, 1536, 2048, 2560, 3072, 3840)
+"""The same where decodes are computed apart from prompts: with twice as many launches, 3,840 tokens took the host 80 ms
+beside an H200 that needs half of that."""
+_APART_SEGMENTS = 64
 _INVARIANT_BATCH = 64
 """Decode attention is cut as for this batch size, or a larger one, where a row's bits must not depend on the batch."""
 INVARIANT_ALIGNMENT = TILE
@@ -94,7 +98,13 @@ def decode_attention(
 
 
 def captured_shapes(
-    largest_batch: int, max_num_seqs: int, token_budget: int, mixed_tokens: int, *, draft_tokens: int = 0
+    largest_batch: int,
+    max_num_seqs: int,
+    token_budget: int,
+    mixed_tokens: int,
+    *,
+    draft_tokens: int = 0,
+    apart: int = 0,
 ) -> list[StepShape]:
     """The shapes to capture, in the order of capture: the largest first, whose memory the others then share.
 
@@ -102,6 +112,7 @@ def captured_shapes(
         largest_batch: decodes; 0: none.
         mixed_tokens: prefill tokens of a step that also decodes.
         draft_tokens: most of a chunk.
+        apart: of DeviceForward.prompts_apart.
     """
     if largest_batch == 0:
         return []
@@ -110,9 +121,17 @@ def captured_shapes(
     prefills = [tokens for tokens in _PREFILL_TOKENS if tokens <= token_budget]
     held = sorted({min(prompts, max_num_seqs) + segments - prompts for prompts, segments in _SEGMENTS})
     shapes += [_prefill(0, tokens, segments) for tokens in prefills for segments in held]
-    sizes = {min(tokens, mixed_tokens) for tokens in _MIXED_TOKENS}
-    mixed = sorted(tokens for tokens in sizes if 0 < tokens <= token_budget and tokens % TILE == 0)
-    shapes += [_prefill(bucket, tokens, held[-1]) for tokens in mixed for bucket in _MIXED_DECODES if bucket <= most]
+    together = [tokens for tokens in _sizes(_MIXED_TOKENS, mixed_tokens) if apart == 0 or tokens < apart]
+    mixed = [(tokens, held[-1]) for tokens in together]
+    if apart:
+        separate = [tokens for tokens in _sizes(_APART_TOKENS, mixed_tokens) if tokens >= apart]
+        mixed += [(tokens, min(_APART_SEGMENTS, tokens)) for tokens in separate]
+    shapes += [
+        _prefill(bucket, tokens, segments)
+        for tokens, segments in mixed
+        for bucket in _MIXED_DECODES
+        if bucket <= most and tokens <= token_budget
+    ]
     shapes += [
         StepShape.of_groups(size, 1 + count) for size in draft_buckets(most) for count in draft_counts(draft_tokens)
     ]
@@ -132,3 +151,8 @@ def smallest(shapes: Iterable[StepShape], wanted: StepShape) -> StepShape | None
 
 def _prefill(decodes: int, tokens: int, segments: int) -> StepShape:
     return StepShape(decodes, decodes + tokens, segments, tokens // TILE + segments)
+
+
+def _sizes(sizes: Sequence[int], most: int) -> list[int]:
+    """Numbers of prompt tokens to capture beside decodes, ascending."""
+    return sorted({size for each in sizes if (size := min(each, most)) > 0 and size % TILE == 0})

@@ -44,8 +44,8 @@ def warm_up_shapes(
     sizes = sorted({size for size in (*usual, *rows) if 0 < size <= token_budget})
     extra = [StepShape.of(0, [size]) for size in sizes]
     extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in _ROWS if token_budget > 25]
-    if 0 < apart < token_budget:
-        # Decodes are then rows of products of their own, whatever their number is.
+    if not shapes and 0 < apart < token_budget:
+        # Decodes are rows of products of their own, whatever their number is. Where steps are captured, so are these.
         most = min(max_num_seqs, token_budget - apart)
         numbers = sorted({min(number, most) for bucket in decode_buckets(most) for number in (bucket - 1, bucket)})
         extra += [StepShape.of(number, [apart + number % 2]) for number in numbers if number]

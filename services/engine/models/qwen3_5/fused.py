@@ -127,19 +127,22 @@ class FusedForward:
         made._weights = short
         return made
 
-    def layers(self, rows: StepRows, attention: DecodeAttention | None, *, adapters: bool) -> Tensor:
+    def layers(
+        self, rows: StepRows, attention: DecodeAttention | None, *, adapters: bool, apart: bool = True
+    ) -> Tensor:
         """Runs all layers and updates the caches in place.
 
         Args:
             attention: for a step with decodes.
             adapters: False: no row has one, and none of their kernels is launched.
+            apart: False: prompts beside decodes are multiplied with the weights, too, not with their copies.
 
         Returns:
             [T, hidden]: the residual stream behind the last layer, before the final norm.
         """
         eps, pdl = self._config.rms_norm_eps, self._pdl
         x = gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._weights.embedding)
-        parts = self._parts(x, rows)
+        parts = self._parts(x, rows, apart)
         full = linear = 0
         for index, layer in enumerate(self._weights.layers):
             lora = [self._adapters(index, part.adapters, rows) if adapters else {} for part in parts]
@@ -170,11 +173,12 @@ class FusedForward:
             part.stream.settled()
         return x
 
-    def _parts(self, x: Tensor, rows: StepRows) -> list[_Part]:
+    def _parts(self, x: Tensor, rows: StepRows, apart: bool) -> list[_Part]:
         """Rows of a step that are multiplied together: all of them, or decodes apart from prompts where these are
         multiplied with copies."""
         decodes, layers = rows.decodes, self._weights.layers
-        if rows.segments is None or not self._weights.prompts_in_float8(len(x) - decodes):
+        together = rows.segments is None or (rows.mixed and not apart)
+        if together or not self._weights.prompts_in_float8(len(x) - decodes):
             return [_Part(slice(None), Residual(x), rows.adapters, layers)]
         if not decodes:
             return [_Part(slice(None), Residual(x), rows.adapters, self._prompt_layers)]

@@ -135,6 +135,22 @@ def test_prompts_with_a_snapshot_each_beside_decodes() -> None:
     assert (found.decodes, found.rows) == (32, 32 + 512)
 
 
+def test_prompts_that_are_computed_apart_from_decodes() -> None:
+    """Fewer rows as without; from there on all that a step with decodes holds, of many prompts too."""
+    shapes = captured_shapes(256, 256, 8192, 3840, apart=1024)
+    assert len(set(shapes)) == len(shapes)
+    mixed = {(shape.rows - shape.decodes, shape.segments) for shape in shapes if shape.decodes and shape.segments}
+    few, many = {(tokens, 24) for tokens in (128, 512)}, (1024, 1536, 2048, 2560, 3072, 3840)
+    assert mixed == few | {(tokens, 64) for tokens in many}
+    for lengths in ([3840], [60] * 64, [700, 400] * 3):
+        found = smallest(shapes, StepShape.of(200, lengths))
+        assert found is not None
+        assert found.rows - found.decodes <= 1.4 * sum(lengths)
+    assert smallest(captured_shapes(256, 256, 8192, 3840), StepShape.of(200, [3840])) is None
+    none = [shape for shape in captured_shapes(256, 256, 8192, 1000, apart=1024) if shape.segments == 64]
+    assert not none, "no step with decodes has so many prompt tokens"
+
+
 def test_warm_up_stays_within_the_budget() -> None:
     for budget, sequences in ((8192, 256), (30, 4), (1, 1)):
         shapes = warm_up_shapes([], sequences, budget)
