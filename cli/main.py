@@ -101,6 +101,12 @@ def up(
     engines: Annotated[
         int, typer.Option(help="Engines behind the gateway, each with a GPU of its own.", min=1, max=16)
     ] = 1,
+    gateways: Annotated[
+        int,
+        typer.Option(
+            help="Gateways on the one port; 0: one, or as many as engines where those have GPUs.", min=0, max=16
+        ),
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
     no_keys: Annotated[
         bool, typer.Option("--no-keys", help="Let everybody who reaches --host do everything, without API keys.")
@@ -124,6 +130,7 @@ def up(
         as_json=as_json,
         no_keys=no_keys,
         engines=engines,
+        gateways=gateways,
     )
     raise typer.Exit(run_up(options))
 

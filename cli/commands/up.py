@@ -28,7 +28,7 @@ from cli.local.ports import port_is_free
 from cli.local.private_tls import PrivateTls
 from cli.local.process import DirectoryLock, private_files, rotate_log
 from cli.local.signing_key import signing_key
-from cli.local.store_settings import Ports, Secrets, engine_name, redis_url, seaweed, valkey
+from cli.local.store_settings import Ports, Secrets, engine_name, gateway_name, redis_url, seaweed, valkey
 from cli.local.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
 from cli.output import CleanConsole
 from cli.settings import UpSettings, inherited_environment, read
@@ -58,8 +58,12 @@ class UpOptions:
     """Others than this machine may reach the gateway, and need no API key."""
     engines: int = 1
     """Engines behind the gateway, each with a GPU of its own where there are any."""
+    gateways: int = 0
+    """Processes of the gateway, which share its port; 0: one, or as many as engines where those have GPUs."""
 
     def __post_init__(self) -> None:
+        if self.gateways < 0:
+            raise InvalidRequest(f"gateways must be at least 0, got {self.gateways}", param="gateways")
         if self.engines < 1:
             raise InvalidRequest(f"engines must be at least 1, got {self.engines}", param="engines")
         if not 1 <= self.port <= 65535:
@@ -107,8 +111,13 @@ def _run(options: UpOptions, settings: UpSettings, data_dir: Path, console: Cons
     for log in (data_dir / "logs").glob("*.log"):
         rotate_log(log)
     # Claimed until this returns: the engine listens seconds after its port is chosen.
-    ports = Ports.load_or_choose(data_dir / "ports.json", gateway_port=options.port, engines=options.engines)
-    services, used = compose(options, data_dir, settings, ports)
+    several = options.engines > 1 and options.device != "cpu"
+    gpus = visible_gpus(inherited_environment()) if several else []
+    # What two GPUs generate is more than one process passes on.
+    gateways = options.gateways or (options.engines if gpus else 1)
+    numbers = {"gateway_port": options.port, "engines": options.engines, "gateways": gateways}
+    ports = Ports.load_or_choose(data_dir / "ports.json", **numbers)
+    services, used = compose(options, data_dir, settings, ports, gpus)
     told = Told(console, data_dir / "state.json", {"url": options.url, "pid": os.getpid(), "ports": used})
     supervisor = Supervisor(
         services, base_env=inherited_environment(), report=lambda event: told(event, supervisor.pids())
@@ -171,17 +180,21 @@ class Told:
 
 
 def compose(
-    options: UpOptions, data_dir: Path, settings: UpSettings, ports: Ports
+    options: UpOptions, data_dir: Path, settings: UpSettings, ports: Ports, gpus: Sequence[str] = ()
 ) -> tuple[list[Service], dict[str, int]]:
     """The services of one machine and which ports they use.
 
+    Args:
+        gpus: for several engines, as of visible_gpus().
+
     Raises:
-        InvalidRequest: an external store is named without its credentials.
+        InvalidRequest: an external store is named without its credentials, or there are fewer GPUs than engines.
     """
     credentials = Secrets.load_or_create(data_dir / "secrets.json")
     services: list[Service] = []
     used = {"gateway": options.port}
     used |= {engine_name(index): claim.number for index, claim in enumerate(ports.engines)}
+    used |= {f"{gateway_name(index)} alone": claim.number for index, claim in enumerate(ports.gateways)}
     env: dict[str, str] = {}
     if options.served_model_name is not None:
         env["TEMPER_SERVED_MODEL_NAME"] = options.served_model_name
@@ -203,17 +216,23 @@ def compose(
     stores = tuple(service.name for service in services)
     tls = PrivateTls.create(data_dir / "tls")
     env |= _mutual_tls(tls)
-    own = _own_settings(options, data_dir, settings)
+    own = _own_settings(options, data_dir, settings, gpus)
     engines = [
         _engine(options, data_dir, settings, engine_name(index), claim.number, {**env, **own[index]}, tls, stores)
         for index, claim in enumerate(ports.engines)
     ]
     addresses = [f"127.0.0.1:{claim.number}" for claim in ports.engines]
-    services += [*engines, _gateway(options, data_dir, settings, addresses, env, stores)]
-    return services, used
+    alone = [claim.number for claim in ports.gateways] or [0]
+    gateways = [
+        _gateway(options, data_dir, settings, gateway_name(index), port, addresses, env, stores)
+        for index, port in enumerate(alone)
+    ]
+    return [*services, *engines, *gateways], used
 
 
-def _own_settings(options: UpOptions, data_dir: Path, settings: UpSettings) -> list[dict[str, str]]:
+def _own_settings(
+    options: UpOptions, data_dir: Path, settings: UpSettings, gpus: Sequence[str]
+) -> list[dict[str, str]]:
     """What each of several engines has for itself: a GPU, or its share of the cores, a name, directories and ports.
 
     Raises:
@@ -221,7 +240,6 @@ def _own_settings(options: UpOptions, data_dir: Path, settings: UpSettings) -> l
     """
     if options.engines == 1:
         return [{}]
-    gpus = [] if options.device == "cpu" else visible_gpus(inherited_environment())
     own = spread(options.engines, gpus)
     for index, found in enumerate(own):
         name = engine_name(index)
@@ -289,21 +307,25 @@ def _gateway(
     options: UpOptions,
     data_dir: Path,
     settings: UpSettings,
+    name: str,
+    own_port: int,
     engines: Sequence[str],
     env: Mapping[str, str],
     stores: tuple[str, ...],
 ) -> Service:
+    url = f"http://127.0.0.1:{own_port}" if own_port else _local_url(options)
     return Service(
-        name="gateway",
+        name=name,
         argv=[sys.executable, "-m", "services.gateway"],
-        log=data_dir / "logs" / "gateway.log",
-        health=http_ready(f"{_local_url(options)}/readyz"),
-        alive=http_ready(f"{_local_url(options)}/livez", _ALIVE_SECONDS),
+        log=data_dir / "logs" / f"{name}.log",
+        health=http_ready(f"{url}/readyz"),
+        alive=http_ready(f"{url}/livez", _ALIVE_SECONDS),
         env={
             **env,
             "TEMPER_ENGINES": ",".join(engines),
             "TEMPER_HOST": options.host,
             "TEMPER_PORT": str(options.port),
+            "TEMPER_OWN_PORT": str(own_port),
             "TEMPER_SHUTDOWN_GRACE_SECONDS": str(settings.shutdown_grace_seconds),
             "TEMPER_DRAIN_DELAY_SECONDS": "0",
             **_files(settings),

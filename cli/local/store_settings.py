@@ -39,11 +39,14 @@ class Ports:
     redis: ClaimedPort
     s3: ClaimedPort
     engines: tuple[ClaimedPort, ...]
+    gateways: tuple[ClaimedPort, ...] = ()
+    """Own ports of gateways that share one; none where there is one gateway."""
 
     @classmethod
-    def load_or_choose(cls, path: Path, *, gateway_port: int, engines: int = 1) -> Ports:
-        """The ports of last time if all are free, else new ones; further ones for engines that are more than then."""
-        names = ["redis", "s3", *map(engine_name, range(engines))]
+    def load_or_choose(cls, path: Path, *, gateway_port: int, engines: int = 1, gateways: int = 1) -> Ports:
+        """The ports of last time if all are free, else new ones; further ones for parts that are more than then."""
+        own = map(gateway_name, range(gateways)) if gateways > 1 else ()
+        names = ["redis", "s3", *map(engine_name, range(engines)), *own]
         numbers: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
         known: list[ClaimedPort] = []
         with contextlib.suppress(OSError):
@@ -54,12 +57,17 @@ class Ports:
         claims = known + claim_ports(len(names) - len(known), avoid=avoid)
         numbers |= {name: claim.number for name, claim in zip(names, claims, strict=True)}
         path.write_text(json.dumps(numbers) + "\n")
-        return cls(claims[0], claims[1], tuple(claims[2:]))
+        return cls(claims[0], claims[1], tuple(claims[2 : 2 + engines]), tuple(claims[2 + engines :]))
 
 
 def engine_name(index: int) -> str:
     """Name of an engine's process, log and metrics: engine, engine-2, …"""
     return "engine" if index == 0 else f"engine-{index + 1}"
+
+
+def gateway_name(index: int) -> str:
+    """Name of a gateway's process and log: gateway, gateway-2, …"""
+    return "gateway" if index == 0 else f"gateway-{index + 1}"
 
 
 def redis_url(ports: Ports, credentials: Secrets) -> str:
@@ -78,7 +86,7 @@ def seaweed(data_dir: Path, ports: Ports, credentials: Secrets, *, gateway_port:
         ports.s3,
         access_key=credentials.s3_access_key,
         secret_key=credentials.s3_secret_key,
-        avoid=(ports.redis.number, *(claim.number for claim in ports.engines), gateway_port),
+        avoid=(ports.redis.number, *(claim.number for claim in (*ports.engines, *ports.gateways)), gateway_port),
     )
     return _service(server, data_dir)
 

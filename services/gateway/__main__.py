@@ -17,8 +17,11 @@ from services.gateway.server.shutdown import LAST_WORDS_SECONDS, Server, is_drai
 from services.gateway.settings import GatewaySettings
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A socket to listen on.
+
+    Args:
+        shared: other gateways of this user may listen there, too. Connections are spread over them.
 
     Raises:
         SystemExit: the address is taken or not ours; the message is one line for the user.
@@ -26,6 +29,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -50,11 +55,12 @@ def main() -> None:
         raise SystemExit(f"temper gateway: {variable}{first['msg']}") from error
     recent = configure_logging(settings, service="gateway")
     end_on_signals()
-    listener = bind(settings.host, settings.port)
+    listeners = [bind(settings.host, settings.port, shared=settings.own_port > 0)]
+    if settings.own_port:
+        listeners.append(bind("127.0.0.1", settings.own_port))
     try:
         app = create_app(settings, recent=recent)
     except BadSetting as error:
-        listener.close()
         raise SystemExit(f"temper gateway: TEMPER_{str(error.param).upper()}: {error.message}") from error
     config = uvicorn.Config(
         app,
@@ -70,7 +76,7 @@ def main() -> None:
         timeout_graceful_shutdown=settings.shutdown_grace_seconds + LAST_WORDS_SECONDS,
         timeout_keep_alive=30,
     )
-    Server(config, app, settings).run(sockets=[listener])
+    Server(config, app, settings).run(sockets=listeners)
 
 
 if __name__ == "__main__":

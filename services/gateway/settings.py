@@ -25,6 +25,9 @@ CacheScope: TypeAlias = Literal["auto", "shared", "key"]
 class GatewaySettings(ListenSettings, CommonSettings):
     """Environment: `TEMPER_` + the field name in capitals."""
 
+    own_port: int = Field(0, ge=0, le=65535)
+    """Port on 127.0.0.1 where this gateway answers as well. `port` is then shared with others of this machine that have
+    one: a connection to it reaches any of them. 0: `port` is this gateway's alone."""
     engines: str = "127.0.0.1:50051"
     """The engines, separated by commas: host:port is one, dns:///name:port stands for all addresses of a name (a
     headless service), which is looked up again and again."""

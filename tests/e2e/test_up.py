@@ -83,20 +83,30 @@ def test_second_up_is_refused_by_the_same_directory_and_by_the_same_port(stack: 
 
 
 @pytest.mark.thorough
-def test_two_engines_behind_one_gateway(tmp_path: Path) -> None:
-    """They share jobs and adapters, and one that is killed fails nobody for long."""
-    with Stack(tmp_path / "data", options=("--engines", "2", "--device", "cpu")) as two:
-        assert set(two.state["pids"]) == {"valkey", "s3", "engine", "engine-2", "gateway"}
+def test_two_engines_behind_two_gateways(tmp_path: Path) -> None:
+    """They share jobs, adapters and a port, and one that is killed fails nobody for long."""
+    with Stack(tmp_path / "data", options=("--engines", "2", "--gateways", "2", "--device", "cpu")) as two:
+        assert set(two.state["pids"]) == {"valkey", "s3", "engine", "engine-2", "gateway", "gateway-2"}
         with httpx.Client(base_url=two.url, timeout=PATIENCE, trust_env=False) as client:
             jobs = [submit_sft(client, name, epochs=1) for name in ("one", "two")]
             assert [wait_for_end(client, one)["state"] for one in jobs] == ["succeeded", "succeeded"]
             attached = client.post("/v1/adapters/one/attach").raise_for_status().json()
             assert (attached["engines_serving"], attached["engines"]) == (2, 2)
-            os.kill(two.pid("engine-2"), signal.SIGKILL)
+            killed = two.pid("engine-2")
+            os.kill(killed, signal.SIGKILL)
             wait_until(lambda: chat(two).status_code == 200, "an answer of the other engine")
-            wait_until(lambda: "engine-2" in two.state["pids"], "the restart of the second")
-            wait_until(lambda: sum(one["ready"] for one in client.get("/healthz").json()["engines"]) == 2, "both ready")
-            assert {one["attached_adapter"] for one in client.get("/healthz").json()["engines"]} == {"one@1"}
+            wait_until(lambda: two.state["pids"].get("engine-2", killed) != killed, "the restart of the second")
+
+            def both_serve_it() -> bool:
+                engines = client.get("/healthz").json()["engines"]
+                return [(one["ready"], one.get("attached_adapter")) for one in engines] == [(True, "one@1")] * 2
+
+            wait_until(both_serve_it, "both engines with the adapter")
+        killed = two.pid("gateway")
+        os.kill(killed, signal.SIGKILL)
+        # What was waiting to be accepted by it is lost with it.
+        wait_until(lambda: two.state["pids"].get("gateway", killed) != killed, "the restart of the first gateway")
+        assert all(chat(two).status_code == 200 for _ in range(8))
 
 
 @pytest.mark.thorough

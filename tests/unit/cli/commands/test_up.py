@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -184,8 +185,8 @@ def test_composition_keeps_secrets_private_and_stores_local(tmp_path: Path) -> N
     assert again[2].env == services[2].env
 
 
-def test_several_engines_have_what_is_theirs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up_module, "visible_gpus", lambda environment: ["3", "5", "6"])
+def test_several_engines_have_what_is_theirs_apart(tmp_path: Path) -> None:
+    gpus = ["3", "5", "6"]
     settings = UpSettings(
         torch_threads=0, metrics_port=9100, kv_events="tcp://*:5557", kv_events_replay="tcp://indexer:5558"
     )
@@ -194,7 +195,7 @@ def test_several_engines_have_what_is_theirs_apart(tmp_path: Path, monkeypatch: 
         claim.release()
     ports = Ports.load_or_choose(tmp_path / "ports.json", gateway_port=8420, engines=3)
     assert (ports.redis.number, ports.engines[0].number) == (first.redis.number, first.engines[0].number)
-    services, used = compose(UpOptions(engines=3), tmp_path, settings, ports)
+    services, used = compose(UpOptions(engines=3), tmp_path, settings, ports, gpus)
     assert [one.name for one in services] == ["valkey", "s3", "engine", "engine-2", "engine-3", "gateway"]
     engines, gateway = services[2:5], services[5]
     assert gateway.env["TEMPER_ENGINES"].split(",") == [f"127.0.0.1:{used[one.name]}" for one in engines]
@@ -207,11 +208,57 @@ def test_several_engines_have_what_is_theirs_apart(tmp_path: Path, monkeypatch: 
     assert len({one.log for one in engines}) == 3
 
     with pytest.raises(InvalidRequest, match=r"--engines 4: .* there are 3; --device cpu"):
-        compose(UpOptions(engines=4), tmp_path, settings, ports)
+        compose(UpOptions(engines=4), tmp_path, settings, ports, gpus)
     on_cpu, _ = compose(UpOptions(engines=3, device="cpu"), tmp_path, settings, ports)
     for one in on_cpu[2:5]:
         assert "CUDA_VISIBLE_DEVICES" not in one.env
         assert int(one.env["TEMPER_TORCH_THREADS"]) >= 1
+
+
+def test_gateways_share_a_port_and_are_asked_at_their_own(tmp_path: Path) -> None:
+    ports = Ports.load_or_choose(tmp_path / "ports.json", gateway_port=8420, engines=2, gateways=2)
+    services, used = compose(UpOptions(engines=2, device="cpu"), tmp_path, UpSettings(), ports)
+    gateways = [one for one in services if one.name.startswith("gateway")]
+    assert [one.name for one in gateways] == ["gateway", "gateway-2"]
+    assert {one.env["TEMPER_PORT"] for one in gateways} == {"8420"}
+    own = [one.env["TEMPER_OWN_PORT"] for one in gateways]
+    assert own == [str(used["gateway alone"]), str(used["gateway-2 alone"])]
+    for gateway, port in zip(gateways, own, strict=True):
+        assert gateway.alive is not None
+        assert f":{port}/livez" in (gateway.alive() or "")
+    alone, _ = compose(UpOptions(), tmp_path, UpSettings(), ports_of(tmp_path))
+    assert alone[-1].env["TEMPER_OWN_PORT"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "started"),
+    [
+        ({}, ["0", "1"], 1),
+        ({"engines": 2}, ["0", "1"], 2),
+        ({"engines": 2}, [], 1),
+        ({"engines": 2, "device": "cpu"}, ["0", "1"], 1),
+        ({"engines": 2, "gateways": 1}, ["0", "1"], 1),
+        ({"gateways": 3}, [], 3),
+    ],
+)
+def test_gateways_by_default(
+    given: dict[str, Any], gpus: list[str], started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as engines where these have GPUs: what two generate is more than one process passes on."""
+    monkeypatch.setattr(up_module, "visible_gpus", lambda environment: gpus)
+    names: list[str] = []
+
+    class Seen(Exception):
+        pass
+
+    def supervised(services: list[Service], **_: object) -> None:
+        names.extend(one.name for one in services)
+        raise Seen
+
+    monkeypatch.setattr(up_module, "Supervisor", supervised)
+    with pytest.raises(Seen):
+        run_up(UpOptions(model=TINY, data_dir=tmp_path / "data", port=free_ports(1)[0], **given))
+    assert sum(name.startswith("gateway") for name in names) == started
 
 
 def test_stops_what_takes_requests_first(tmp_path: Path) -> None:

@@ -63,15 +63,20 @@ def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
     ]
 
 
-@contextmanager
-def started(**environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A gateway that answers, with neither engines nor stores."""
+def unused_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def started(**environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A gateway that answers, at its own port if it has one, with neither engines nor stores."""
+    environment = {"TEMPER_PORT": str(unused_port())} | environment
+    port = environment.get("TEMPER_OWN_PORT", environment["TEMPER_PORT"])
     nowhere = "127.0.0.1:1"
     process = spawn(
-        TEMPER_PORT=str(port),
         TEMPER_ENGINES=nowhere,
         TEMPER_S3_ENDPOINT=nowhere,
         TEMPER_REDIS_URL=f"redis://{nowhere}/0",
@@ -100,6 +105,31 @@ def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=90)
         assert process.returncode == 0
+
+
+def test_gateways_that_share_a_port() -> None:
+    """Connections reach both, and the one that is left when the other is killed. None that wants the port for itself
+    gets it."""
+    shared = str(unused_port())
+    first, second = ({"TEMPER_PORT": shared, "TEMPER_OWN_PORT": str(unused_port())} for _ in range(2))
+
+    def reached() -> set[str]:
+        """Start times of the processes behind 40 connections."""
+        found = set()
+        for _ in range(40):
+            metrics = httpx.get(f"http://127.0.0.1:{shared}/metrics", timeout=PATIENCE).text
+            found |= {line for line in metrics.splitlines() if line.startswith("process_start_time_seconds ")}
+        return found
+
+    with started(**first) as (_, process), started(**second) as (url, _):
+        assert len(reached()) == 2
+        alone = spawn(TEMPER_PORT=shared)
+        _, errors = alone.communicate(timeout=90)
+        assert f"port {shared} on 127.0.0.1 is in use" in errors
+        process.kill()
+        process.wait()
+        assert len(reached()) == 1
+        assert httpx.get(f"{url}/livez", timeout=PATIENCE).status_code == 200
 
 
 def test_a_drain_accepts_for_a_while_and_a_second_signal_ends_it() -> None:
