@@ -173,3 +173,10 @@ def nothing_left(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _NOTHING_LEFT
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD)
+
+
+def scarce(error: BaseException) -> str:
+    """Name of what an error of nothing_left() lacks."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "file handle"
+    return "thread" if isinstance(error, RuntimeError) else "memory"

@@ -153,5 +153,9 @@ class JobClaims:
         if claimed is None:
             return None
         session = self._session(claimed)
-        session.start()
+        try:
+            session.start()
+        except RuntimeError:  # the system gives no thread; another engine may have one
+            self._consumer.requeue(claimed, "its engine can start no thread")
+            raise
         return claimed, session

@@ -9,13 +9,16 @@ from typing import TypeVar
 
 import structlog
 
-from services.common.errors import Unavailable
+from services.common.errors import Unavailable, scarce
 from services.trainer.memory.budget import MemoryTaken
 from services.trainer.runtime.interleaving import SideWork, work_or_wait
 from services.trainer.runtime.job_link import JobSession
 
 BACKOFF_SECONDS = (0.25, 5.0)
 """First and longest pause between attempts to reach a store that is away."""
+
+_SCARCE_SECONDS = 60.0
+"""Longest pause of an attempt before another one where the system gives no memory, threads or file handles."""
 
 T = TypeVar("T")
 
@@ -75,6 +78,13 @@ class UntilBack:
                         away()
             self._pause(pause)
             pause = min(2 * pause, longest)
+
+    def await_resources(self, error: Exception, attempt: int) -> None:
+        """A pause behind an attempt that ended with nothing_left(), the longer the more there have been: what took
+        memory, threads or file handles of this machine may have gone then."""
+        self._log.warning("resources.scarce", error=str(error), attempt=attempt)
+        self._session.event("log", {"message": f"waiting: this engine gets no {scarce(error)} from its machine"})
+        self._pause(min(BACKOFF_SECONDS[0] * 2**attempt, _SCARCE_SECONDS))
 
     def _pause(self, seconds: float) -> None:
         """Waits, and does side work meanwhile, or lets other jobs go on."""

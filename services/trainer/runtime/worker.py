@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
-from services.common.errors import InvalidRequest, TemperError, Unavailable
+from services.common.errors import InvalidRequest, TemperError, Unavailable, nothing_left
 from services.common.evaluation.contamination.store import DataSource, TrainingHashes
 from services.common.jobs import EvalJob, ForgeJob, JobBase
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
@@ -234,6 +234,14 @@ class TrainerWorker:
         until_back = UntilBack(session, self._side, self._draining, self._awake, self._log, beside.round)
         claim = Claim(claimed, session, trace, until_back, self._side, self._metrics, beside)
         beside.enter(claimed.id)
+        try:
+            return (yield from self._attempt(claim, claimed))
+        except Exception as error:
+            if nothing_left(error):
+                until_back.await_resources(error, claimed.attempt)
+            raise
+
+    def _attempt(self, claim: Claim, claimed: ClaimedJob) -> Course[str]:
         if isinstance(claimed.spec, EvalJob):
             EvaluationAttempt(self._evaluations, claim).run(claimed.spec)
             return ""
@@ -312,6 +320,8 @@ class TrainerWorker:
 
         def retry() -> None:
             nonlocal ended
+            if nothing_left(error):  # no fault of the job's: its attempts are bounded in all
+                self._consumer.kept(claimed)
             ended = not self._consumer.retry(claimed, reason)
 
         self._settle(session, retry)

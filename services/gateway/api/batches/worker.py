@@ -12,7 +12,7 @@ import structlog
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from services.common.errors import TemperError, Unavailable
+from services.common.errors import TemperError, Unavailable, nothing_left
 from services.common.queue.delivery import JobLost
 from services.common.shutdown import cancel_and_wait
 from services.gateway.api.batches.internal_client import Caller
@@ -27,6 +27,8 @@ from services.gateway.inference.context import InferenceContext
 _CLAIM_SECONDS = 0.5
 """Longest time that one look for a batch takes, and so the longest that a stop waits for it."""
 _AWAY_SECONDS = 2.0
+_SCARCE_SECONDS = 5.0
+"""Time without a look for batches behind one that got no memory, threads or file handles."""
 _SETTLE_SECONDS = 5.0
 """Longest time that a stopping gateway tries to hand a batch back; after that the batch is reclaimed."""
 
@@ -70,6 +72,8 @@ class BatchWorker:
         self._consumer = stores.consumer
         self._running: set[asyncio.Task[None]] = set()
         self._away = False
+        self._scarce = False
+        """An attempt ended as the system gives this gateway no more memory, threads or file handles."""
         self._claiming: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -102,6 +106,9 @@ class BatchWorker:
             stopping.cancel()
 
     async def _claim(self) -> ClaimedBatch | None:
+        if self._scarce:  # other gateways may have what this one's machine lacks
+            self._scarce = False
+            await self._pause(_SCARCE_SECONDS)
         try:
             claimed = await self._host.redis(self._consumer.claim, _CLAIM_SECONDS)
             self._away = False
@@ -170,7 +177,9 @@ class BatchWorker:
             log.error("batch.crashed", batch=claimed.id, exc_info=error)
             # The text of a bug is for the log, not for the client.
             reason = error.message if isinstance(error, TemperError) else "internal error; the log has the details"
-            if run.progressed:  # an attempt that stored results does not count
+            if nothing_left(error):
+                self._scarce = True
+            if run.progressed or nothing_left(error):  # an attempt that stored results does not count, nor does this
                 await self._settle(lambda: self._consumer.requeue(claimed, reason))
             else:
                 await self._settle(lambda: self._consumer.retry(claimed, reason))

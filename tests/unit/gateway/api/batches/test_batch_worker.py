@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any
 
 import openai
 import pytest
@@ -14,7 +15,8 @@ from starlette.types import Send as Answers
 
 from services.common.errors import Unavailable
 from services.common.pb import engine_pb2
-from services.gateway.api.batches import internal_client
+from services.gateway.api.batches import internal_client, worker
+from services.gateway.api.batches.runner import BatchRun
 from services.gateway.core.batch_queue import BatchSpec
 from services.gateway.settings import GatewaySettings
 from tests.stack import PATIENCE
@@ -205,6 +207,20 @@ def test_a_batch_outlives_its_stores(batches: Batches) -> None:
     batch = batches.wait(batch.id)
     assert batch.status == "completed"
     assert len(batches.read(batch.output_file_id)) == 12
+
+
+def test_a_batch_outlives_what_its_gateway_lacks(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More often than it may crash (3 times)."""
+    run, lacking = BatchRun.run, iter(range(4))
+
+    async def lacks(self: BatchRun) -> Any:
+        if next(lacking, None) is not None:
+            raise RuntimeError("can't start new thread")
+        return await run(self)
+
+    monkeypatch.setattr(BatchRun, "run", lacks)
+    monkeypatch.setattr(worker, "_SCARCE_SECONDS", 0.01)
+    assert batches.run(line("a")).status == "completed"
 
 
 async def _set(event: asyncio.Event) -> None:
