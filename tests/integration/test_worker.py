@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -17,7 +15,7 @@ import redis
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.adapters.retention import RetentionPolicy, prune
-from services.common.errors import Conflict, scarce
+from services.common.errors import Conflict
 from services.common.evaluation.contamination.overlap import SuiteOverlap
 from services.common.evaluation.contamination.store import TrainingHashes
 from services.common.evaluation.suites.spec import SuiteItem
@@ -26,8 +24,6 @@ from services.common.queue.job_queue import JobQueue
 from services.common.queue.keyspace import TRAINING
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
-from services.trainer.runtime.checkpoint import CheckpointWriter
-from services.trainer.runtime.job_link import JobSession
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 from tests.integration.servers import RunningServer
@@ -291,78 +287,6 @@ async def test_kill_nine_between_publish_and_the_end(
     assert (await queue.get(job.id)).state is JobState.RUNNING
     spawn(TEMPER_TOY_CRASH_MARKER=marker)
     await check_done(queue, registry, await finished(queue, job.id), wanted)
-
-
-NO_THREAD = RuntimeError("can't start new thread")
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "lack", [NO_THREAD, MemoryError(), OSError(errno.EMFILE, "m")], ids=["thread", "memory", "file"]
-)
-async def test_what_the_machine_lacks_fails_no_job(
-    lack: Exception,
-    queue: JobQueue,
-    registry: AdapterRegistry,
-    trainer_settings: TrainerSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As often as a crash would fail it; its user reads what it waits for."""
-    lacking = iter(range(trainer_settings.job_max_attempts))
-
-    class Writer(CheckpointWriter):
-        def __init__(self, *args: Any, **kw: Any) -> None:
-            if next(lacking, None) is not None:
-                raise lack
-            super().__init__(*args, **kw)
-
-    monkeypatch.setattr("services.trainer.runtime.attempts.training.CheckpointWriter", Writer)
-    worker = make_worker(trainer_settings, ToyHost())
-    worker.start()
-    job = await queue.submit(spec())
-    done = await finished(queue, job.id)
-    await check_done(queue, registry, done, spec())
-    assert done.attempts == trainer_settings.job_max_attempts + 1
-    told = [event.data["message"] for event in await events_of(queue, job.id) if event.kind == "log"]
-    assert (
-        sum(f"this engine gets no {scarce(lack)}" in message for message in told) == trainer_settings.job_max_attempts
-    )
-    assert worker.drain()
-
-
-async def test_a_job_that_never_gets_what_it_needs_is_given_up(
-    queue: JobQueue, trainer_settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def writer(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("services.trainer.runtime.attempts.training.CheckpointWriter", writer)
-    monkeypatch.setattr("services.trainer.runtime.until_back._SCARCE_SECONDS", 0.01)
-    worker = make_worker(trainer_settings.model_copy(update={"job_max_attempts": 2}), ToyHost())
-    worker.start()
-    done = await finished(queue, (await queue.submit(spec())).id)
-    assert (done.state, done.attempts) == (JobState.FAILED, 20)
-    assert done.reason == "given up after 20 attempts: MemoryError: "
-    assert worker.drain()
-
-
-async def test_a_claim_without_a_thread_is_handed_back(
-    queue: JobQueue, registry: AdapterRegistry, trainer_settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, lacking = JobSession.start, iter(range(4))
-
-    def begin(self: JobSession) -> None:
-        if next(lacking, None) is not None:
-            raise NO_THREAD
-        start(self)
-
-    monkeypatch.setattr(JobSession, "start", begin)
-    worker = make_worker(trainer_settings.model_copy(update={"job_reclaim_seconds": 60.0}), ToyHost())
-    worker.start()
-    done = await finished(queue, (await queue.submit(spec())).id)
-    await check_done(queue, registry, done, spec())
-    assert done.attempts == 1
-    assert worker.drain()
 
 
 async def test_a_frozen_owner_is_fenced_out(queue: JobQueue, registry: AdapterRegistry, spawn: Spawn) -> None:

@@ -68,11 +68,8 @@ class DeviceForward(Protocol):
     def layers(
         self, rows: StepRows, attention: DecodeAttention | None, *, adapters: bool, apart: bool = True
     ) -> Tensor:
-        """[T, hidden]: the residual stream behind the last layer; the caches are updated in place.
-
-        Args:
-            apart: False: decodes are computed together with prompts, which takes half the launches.
-        """
+        """[T, hidden]: the residual stream behind the last layer; the caches are updated in place. Not ``apart``:
+        decodes are computed together with prompts, which takes half the launches."""
         ...
 
     def logits(self, x: Tensor) -> Tensor:
