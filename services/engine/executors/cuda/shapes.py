@@ -121,11 +121,9 @@ def captured_shapes(
     prefills = [tokens for tokens in _PREFILL_TOKENS if tokens <= token_budget]
     held = sorted({min(prompts, max_num_seqs) + segments - prompts for prompts, segments in _SEGMENTS})
     shapes += [_prefill(0, tokens, segments) for tokens in prefills for segments in held]
-    together = [tokens for tokens in _sizes(_MIXED_TOKENS, mixed_tokens) if apart == 0 or tokens < apart]
-    mixed = [(tokens, held[-1]) for tokens in together]
+    mixed = [(tokens, held[-1]) for tokens in _sizes(_MIXED_TOKENS, mixed_tokens) if apart == 0 or tokens < apart]
     if apart:
-        separate = [tokens for tokens in _sizes(_APART_TOKENS, mixed_tokens) if tokens >= apart]
-        mixed += [(tokens, min(_APART_SEGMENTS, tokens)) for tokens in separate]
+        mixed += [(tokens, _APART_SEGMENTS) for tokens in _sizes(_APART_TOKENS, mixed_tokens) if tokens >= apart]
     shapes += [
         _prefill(bucket, tokens, segments)
         for tokens, segments in mixed
