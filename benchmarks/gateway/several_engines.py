@@ -1,7 +1,8 @@
 """Several engines of one host behind one gateway: `python -m benchmarks.gateway.several_engines --out FILE`.
 
 `temper up --engines N` for one engine and for --engines of them, a GPU each, on a checkpoint with random weights; one
-JSON line a fleet and case, and one of what the larger fleet shares. Cases are REQUESTSxPROMPTxNEW for each engine: two
+JSON line a fleet and case, and one of what the larger fleet shares. There are as many gateways on the one port as
+engines with a GPU. Cases are REQUESTSxPROMPTxNEW for each engine: two
 engines get twice the requests of one.
 
 - decode_tok_s, first tokens, and CPU cores of engines and gateway, as in benchmarks.gateway.http.rates; times: the rate
@@ -53,6 +54,11 @@ class Fleet:
     def engines(self) -> list[str]:
         """Names of the engines' processes."""
         return [name for name in self.processes if name.startswith("engine")]
+
+    @property
+    def gateways(self) -> int:
+        """Gateway processes, which share the port."""
+        return sum(name.startswith("gateway") for name in self.processes)
 
     @property
     def ready(self) -> int:
@@ -228,7 +234,7 @@ def main() -> None:
             for case, found in rates(fleet, cases, options.clients):
                 alone = found["decode_tok_s"]
                 times = round(alone / single.setdefault(case, alone), 4)
-                put_line(common | {"engines": engines, "times": times} | found, options.out)
+                put_line(common | {"engines": engines, "gateways": fleet.gateways, "times": times} | found, options.out)
             if engines > 1:
                 found = shared(fleet, cases[-1], alone, options.clients, steps=options.steps, tokens=options.tokens)
                 put_line(common | {"engines": engines} | found, options.out)
