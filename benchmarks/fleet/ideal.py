@@ -1,10 +1,11 @@
 """The ideal of a trace, which routing is measured against. It has two parts.
 
 One engine without limits, which computes every step in the time of a small one, says what of each prompt one infinite
-cache for the whole fleet would have. A fleet whose engines find just that, wherever a request goes, and whose one
-gateway gives each request to the engine with least to do, says how soon the first token can come. There, too, nothing
-is found before somebody has computed it: a request waits for the first token of the one that computes its beginning. An
-adapter leaves the object store once, by the store's link, and then every engine has it.
+cache for the whole fleet would have. A fleet whose engines find just that, wherever a request goes, and whose gateways
+give each request to the engine with least to do, says how soon the first token can come. Its gateways know at once what
+the others have sent, and take as long with a request as those that are measured. There, too, nothing is found before
+somebody has computed it: a request waits for the first token of the one that computes its beginning. An adapter leaves
+the object store once, by the store's link, and then every engine has it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.fleet.player import Answered, Player
-from benchmarks.fleet.simulation import Fleet, Outcome, Setting, only_errors, played
+from benchmarks.fleet.simulation import GATEWAY_SECONDS, Fleet, Outcome, Setting, only_errors, played
 from benchmarks.fleet.subject import ADAPTER_LOAD_SECONDS, Subject, without_cache
 from benchmarks.fleet.traces import Session
 from benchmarks.fleet.virtual import clock
@@ -49,10 +50,13 @@ class _Truncating(Player):
     Args:
         cached: prompt tokens of each request that are.
         subject: the size of an adapter, and the links that it comes by.
+        gateways: processes that requests pass, each one after the other.
     """
 
-    def __init__(self, pools: Sequence[EnginePool], cached: Mapping[str, int], subject: Subject) -> None:
-        super().__init__(pools)
+    def __init__(
+        self, pools: Sequence[EnginePool], cached: Mapping[str, int], subject: Subject, *, gateways: int
+    ) -> None:
+        super().__init__(pools, GATEWAY_SECONDS, processes=gateways)
         self._link = SharedLink(subject.store_link, subject.engine_link)
         self._adapter_bytes = subject.adapter_bytes
         self._told: dict[str, asyncio.Event] = {}
@@ -118,7 +122,8 @@ def ideal(setting: Setting, sessions: Sequence[Session]) -> Ideal:
 
     async def main() -> Outcome:
         fleet = Fleet(without_cache(subject), setting.engines, 1, skipped=cached, pool=_LeastLoaded)
-        return await played(fleet, sessions, setting.seconds, player=_Truncating(fleet.pools, cached, subject))
+        player = _Truncating(fleet.pools, cached, subject, gateways=setting.gateways)
+        return await played(fleet, sessions, setting.seconds, player=player)
 
     return Ideal(cached, clock.run(main(), setting.seed))
 

@@ -49,12 +49,15 @@ class Player:
         pools: one a gateway; requests take them in turn, as a balancer in front gives them out.
         request_seconds: for which a gateway's process is busy with a request before it chooses an engine: so many that
             come at once are sent one after the other.
+        processes: of gateways, where more than one choose with one pool.
     """
 
-    def __init__(self, pools: Sequence[EnginePool], request_seconds: float = 0.0) -> None:
+    def __init__(
+        self, pools: Sequence[EnginePool], request_seconds: float = 0.0, *, processes: int | None = None
+    ) -> None:
         self._pools = pools
         self._request_seconds = request_seconds
-        self._busy_until = [0.0] * len(pools)
+        self._busy_until = [0.0] * (processes or len(pools))
         """Loop time at which each gateway is done with the requests that it has."""
         self._turn = 0
         self._until = float("inf")
@@ -103,12 +106,12 @@ class Player:
         found = [Answered(name, loop.time(), len(prompt)) for name in names]
         self.answers += found
         requests = [_request(session, turn, *each, prompt) for each in zip(names, turn.outputs, strict=True)]
-        gateway = self._turn % len(self._pools)
+        gateway = self._turn % len(self._busy_until)
         self._turn += 1
         if self._request_seconds:
             self._busy_until[gateway] = max(loop.time(), self._busy_until[gateway]) + self._request_seconds
             await asyncio.sleep(self._busy_until[gateway] - loop.time())
-        return await self._receive(self._pools[gateway], requests, [prompt], found)
+        return await self._receive(self._pools[gateway % len(self._pools)], requests, [prompt], found)
 
     def _begun(self, found: Answered) -> None:
         """The first token of an answer has come."""

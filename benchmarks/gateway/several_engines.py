@@ -2,8 +2,7 @@
 
 `temper up --engines N` for one engine and for --engines of them, a GPU each, on a checkpoint with random weights; one
 JSON line a fleet and case, and one of what the larger fleet shares. There are as many gateways on the one port as
-engines with a GPU. Cases are REQUESTSxPROMPTxNEW for each engine: two
-engines get twice the requests of one.
+engines with a GPU. Cases are REQUESTSxPROMPTxNEW for each engine: two engines get twice the requests of one.
 
 - decode_tok_s, first tokens, and CPU cores of engines and gateway, as in benchmarks.gateway.http.rates; times: the rate
   over that of one engine
