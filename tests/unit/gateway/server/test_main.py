@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.gateway.__main__ import main
+from services.gateway.__main__ import bind, main
 from tests.stack import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -110,25 +110,26 @@ def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
 def test_gateways_that_share_a_port() -> None:
     """Connections reach both, and the one that is left when the other is killed. None that wants the port for itself
     gets it."""
-    shared = str(unused_port())
-    first, second = ({"TEMPER_PORT": shared, "TEMPER_OWN_PORT": str(unused_port())} for _ in range(2))
+    shared = unused_port()
+    first, second = ({"TEMPER_PORT": str(shared), "TEMPER_OWN_PORT": str(unused_port())} for _ in range(2))
 
-    def reached() -> set[str]:
-        """Start times of the processes behind 40 connections."""
-        found = set()
+    def reached(most: int) -> set[str]:
+        """Start times of the processes behind some connections, up to so many processes."""
+        found: set[str] = set()
         for _ in range(40):
             metrics = httpx.get(f"http://127.0.0.1:{shared}/metrics", timeout=PATIENCE).text
             found |= {line for line in metrics.splitlines() if line.startswith("process_start_time_seconds ")}
+            if len(found) == most:
+                break
         return found
 
     with started(**first) as (_, process), started(**second) as (url, _):
-        assert len(reached()) == 2
-        alone = spawn(TEMPER_PORT=shared)
-        _, errors = alone.communicate(timeout=90)
-        assert f"port {shared} on 127.0.0.1 is in use" in errors
+        assert len(reached(2)) == 2
+        with pytest.raises(SystemExit, match=f"port {shared} on 127.0.0.1 is in use"):
+            bind("127.0.0.1", shared)
         process.kill()
         process.wait()
-        assert len(reached()) == 1
+        assert len({*reached(1), *reached(1), *reached(1), *reached(1)}) == 1
         assert httpx.get(f"{url}/livez", timeout=PATIENCE).status_code == 200
 
 
