@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
+import redis
 from playwright.sync_api import Browser, Route, expect
 
 from tests.browser.conftest import Reader
@@ -294,6 +295,24 @@ def test_a_batch_that_cannot_be_read_says_why(reader: Reader, tmp_path: Path) ->
     page.get_by_role("button", name="Send and queue").click()
     row = page.get_by_label("Batches", exact=True).get_by_role("row", name=file.name)
     expect(row).to_contain_text("line 1: the line is not valid JSON", timeout=60_000)
+
+
+def test_what_a_later_release_wrote_is_named(reader: Reader, stack: Stack) -> None:
+    body = {
+        "adapter": "of-tomorrow",
+        "attach": False,
+        "dry_run": True,
+        "examples": [{"prompt": "a", "completion": "b"}],
+    }
+    job = httpx.post(f"{stack.url}/v1/train/sft", json=body, timeout=PATIENCE).raise_for_status().json()["id"]
+    place = f"temper:job:{job}"
+    with redis.Redis.from_url(stack.settings.redis_url.get_secret_value()) as kept:
+        before = kept.hget(place, "schema")
+        assert before is not None
+        kept.hset(place, "schema", "99")
+        page = reader.open("jobs", "Jobs")
+        expect(page.get_by_role("note")).to_have_text(f"Not shown, as a later release of Temper wrote it: {job}")
+        kept.hset(place, "schema", before)
 
 
 @pytest.mark.thorough

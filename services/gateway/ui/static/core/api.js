@@ -182,14 +182,17 @@ function parseEvent(block) {
   return found.data.length ? { ...found, data: found.data.join("\n") } : null;
 }
 
-/** The first `most` objects of a list, page by page, and whether there are more: {data, more}. */
+/** The first `most` objects of a list, page by page, and whether there are more: {data, more, unreadable}. */
 export async function list(path, query, most, options) {
-  const found = [];
+  const found = [], unreadable = new Map();
   for (;;) {
     const limit = Math.min(PAGE, most + 1 - found.length);
     const page = await get(path, { ...query, limit, after: found.at(-1)?.id }, options);
     found.push(...page.data);
-    if (page.data.length < limit || found.length > most) return { data: found.slice(0, most), more: found.length > most };
+    for (const one of page.unreadable ?? []) unreadable.set(one.id, one);
+    if (page.data.length < limit || found.length > most) {
+      return { data: found.slice(0, most), more: found.length > most, unreadable: [...unreadable.values()] };
+    }
   }
 }
 

@@ -46,7 +46,15 @@ export function Loaded({ state, empty, children }) {
   const nothing = empty && empty(state.data);
   return html`
     ${state.error && html`<${Failure} error=${state.error} retry=${state.reload} />`} ${nothing || children(state.data)}
+    <${LeftOut} of=${state.data} />
   `;
+}
+
+/** What is not in a list because a later release of Temper wrote it. */
+function LeftOut({ of }) {
+  if (!of.unreadable?.length) return null;
+  const ids = of.unreadable.map((one) => one.id).join(", ");
+  return html`<p class="muted" role="note">Not shown, as a later release of Temper wrote ${of.unreadable.length === 1 ? "it" : "them"}: ${ids}</p>`;
 }
 
 const TONES = {
