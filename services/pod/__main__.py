@@ -43,9 +43,11 @@ async def _run(
     recent: RecentLogs,
 ) -> bool:
     """Runs the pod to its end. True: somebody has put it to sleep."""
-    # Imported after the checks: torch takes seconds.
+    # Imported after the checks: torch takes seconds, and longer if garbage is looked for among the modules.
+    gc.disable()
     from services.pod.serve import Leave, serve, stop_on_signals
 
+    gc.enable()
     loaded = None
     while True:
         stop, leave = asyncio.Event(), Leave()
