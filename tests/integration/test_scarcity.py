@@ -15,7 +15,7 @@ from services.trainer.runtime.checkpoint import CheckpointWriter
 from services.trainer.runtime.job_link import JobSession
 from services.trainer.settings import TrainerSettings
 from tests.integration.toy import ToyHost, make_worker
-from tests.integration.worker_jobs import check_done, events_of, finished, spec, trainer_settings
+from tests.integration.worker_jobs import check_done, events_of, finished, spec, trainer_settings, until
 
 __all__ = ["trainer_settings"]
 
@@ -69,6 +69,24 @@ async def test_a_job_that_never_gets_what_it_needs_is_given_up(
     done = await finished(queue, (await queue.submit(spec())).id)
     assert (done.state, done.attempts) == (JobState.FAILED, 20)
     assert done.reason == "given up after 20 attempts: MemoryError: "
+    assert worker.drain()
+
+
+async def test_a_job_that_waits_can_be_cancelled(
+    queue: JobQueue, trainer_settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writer(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("services.trainer.runtime.attempts.training.CheckpointWriter", writer)
+    monkeypatch.setattr("services.trainer.runtime.until_back.BACKOFF_SECONDS", (30.0, 0.1))
+    worker = make_worker(trainer_settings, ToyHost())
+    worker.start()
+    job = await queue.submit(spec())
+    await until(queue, job.id, lambda found: found.state is JobState.RUNNING)
+    await queue.cancel(job.id)
+    done = await finished(queue, job.id)
+    assert (done.state, done.attempts) == (JobState.CANCELLED, 1), "during the first pause of a minute"
     assert worker.drain()
 
 

@@ -81,10 +81,15 @@ class UntilBack:
 
     def await_resources(self, error: Exception, attempt: int) -> None:
         """A pause behind an attempt that ended with nothing_left(), the longer the more there have been: what took
-        memory, threads or file handles of this machine may have gone then."""
-        self._log.warning("resources.scarce", error=str(error), attempt=attempt)
+        memory, threads or file handles of this machine may have gone then. Raises JobLost, JobCancelled, Draining."""
+        self._log.warning("resources.scarce", attempt=attempt, exc_info=error)
+        error.with_traceback(None)  # whose frames hold memory of the attempt
         self._session.event("log", {"message": f"waiting: this engine gets no {scarce(error)} from its machine"})
-        self._pause(min(BACKOFF_SECONDS[0] * 2**attempt, _SCARCE_SECONDS))
+        first, longest = BACKOFF_SECONDS
+        until = time.monotonic() + min(first * 2**attempt, _SCARCE_SECONDS)
+        while (left := until - time.monotonic()) > 0:
+            self._session.check()
+            self._pause(min(left, longest))
 
     def _pause(self, seconds: float) -> None:
         """Waits, and does side work meanwhile, or lets other jobs go on."""

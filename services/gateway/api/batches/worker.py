@@ -177,8 +177,7 @@ class BatchWorker:
             log.error("batch.crashed", batch=claimed.id, exc_info=error)
             # The text of a bug is for the log, not for the client.
             reason = error.message if isinstance(error, TemperError) else "internal error; the log has the details"
-            if nothing_left(error):
-                self._scarce = True
+            self._scarce |= nothing_left(error)
             if run.progressed or nothing_left(error):  # an attempt that stored results does not count, nor does this
                 await self._settle(lambda: self._consumer.requeue(claimed, reason))
             else:
